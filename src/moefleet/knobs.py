@@ -1,0 +1,146 @@
+"""Options of a Fleet or a Handle as frozen values. A knob that a transport cannot honour is an error, never ignored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .errors import config_error
+
+
+@dataclass(frozen=True)
+class FleetAlgoKnob:
+    """Base of the options given at a Fleet's construction."""
+
+
+@dataclass(frozen=True)
+class HandleAlgoKnob:
+    """Base of the options given at a Handle's creation or update."""
+
+
+@dataclass(frozen=True)
+class FleetAlgoKnobFaultTolerance(FleetAlgoKnob):
+    """Keep serving when ranks die, stop or come late.
+
+    Args:
+        enabled: ``False`` is the same as not giving the knob.
+        timeout_ms: silence after which a peer is accused; 0 takes the transport's documented default.
+        reconcile_timeout_s: longest wait for the views of a round.
+        coordinator_takeover_s: how long the rank whose turn it is may take to offer a decision.
+        renormalize: rescale rows that lost some of their experts by (sum of all weights) / (sum of live ones).
+        quorum: ``"majority"`` or ``"any"``.
+    """
+
+    enabled: bool = True
+    timeout_ms: int = 0
+    reconcile_timeout_s: float = 30.0
+    coordinator_takeover_s: float = 10.0
+    renormalize: bool = False
+    quorum: Literal["majority", "any"] = "majority"
+
+    def __post_init__(self) -> None:
+        if self.timeout_ms < 0:
+            raise config_error("FleetAlgoKnobFaultTolerance.timeout_ms", self.timeout_ms, "0 (default) or more")
+        for name in ("reconcile_timeout_s", "coordinator_takeover_s"):
+            if not getattr(self, name) > 0:
+                raise config_error(f"FleetAlgoKnobFaultTolerance.{name}", getattr(self, name), "more than 0 seconds")
+        if self.quorum not in ("majority", "any"):
+            raise config_error("FleetAlgoKnobFaultTolerance.quorum", self.quorum, '"majority" or "any"')
+
+
+@dataclass(frozen=True)
+class FleetAlgoKnobTopologyCapacity(FleetAlgoKnob):
+    """Most ranks that the Fleet may ever grow to: ``n`` at least the world size."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _positive(self, "n")
+
+
+@dataclass(frozen=True)
+class FleetAlgoKnobQuantization(FleetAlgoKnob):
+    """Number formats that the transport quantises rows to in flight, as names (for example ``{"FP8E4M3"}``)."""
+
+    quants: frozenset[str]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.quants, str):  # a set of letters otherwise
+            raise config_error(
+                "FleetAlgoKnobQuantization.quants", repr(self.quants), "a set of names", "put it in braces"
+            )
+        object.__setattr__(self, "quants", frozenset(self.quants))
+
+
+@dataclass(frozen=True)
+class FleetAlgoKnobNumChannelsPerRank(FleetAlgoKnob):
+    """Communication channels (or thread blocks) per rank."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _positive(self, "n")
+
+
+@dataclass(frozen=True)
+class FleetAlgoKnobNumQpsPerRank(FleetAlgoKnob):
+    """RDMA queue pairs per rank."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _positive(self, "n")
+
+
+@dataclass(frozen=True)
+class FleetAlgoKnobRdmaBufferSize(FleetAlgoKnob):
+    """Bytes of registered RDMA memory."""
+
+    bytes_: int
+
+    def __post_init__(self) -> None:
+        _positive(self, "bytes_")
+
+
+@dataclass(frozen=True)
+class FleetAlgoKnobAllocator(FleetAlgoKnob):
+    """Where a transport's private buffers come from: torch's caching allocator, or the transport's own."""
+
+    torch_caching: bool = False
+
+
+@dataclass(frozen=True)
+class HandleAlgoKnobTopKWeights(HandleAlgoKnob):
+    """Routing weights, given at creation in every layout: ``weights`` float32 (or castable) ``[T, K]``."""
+
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class HandleAlgoKnobUserStream(HandleAlgoKnob):
+    """Raw handle of the CUDA stream that this handle's work goes to."""
+
+    stream: int
+
+
+@dataclass(frozen=True)
+class HandleAlgoKnobSplitOperation(HandleAlgoKnob):
+    """``dispatch`` and ``combine`` return after their send half; ``complete()`` runs the receive half."""
+
+
+@dataclass(frozen=True)
+class HandleAlgoKnobNumReceivedTokens(HandleAlgoKnob):
+    """HT: rows this rank will receive, if the caller already knows, so that nothing need be read back."""
+
+    target: int
+
+    def __post_init__(self) -> None:
+        if self.target < 0:
+            raise config_error("HandleAlgoKnobNumReceivedTokens.target", self.target, "0 or more")
+
+
+def _positive(knob: FleetAlgoKnob, field: str) -> None:
+    if getattr(knob, field) < 1:
+        raise config_error(f"{type(knob).__name__}.{field}", getattr(knob, field), "at least 1")
