@@ -1,0 +1,139 @@
+"""create_fleet: all ranks meet, agree on parameters and transport, and build."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..config import BootstrapConfig, CommConfig, FleetParams, resolve_device
+from ..errors import MoEEpConfigError, MoEEpNotBuiltError, config_error
+from ..knobs import FleetAlgoKnob
+from .base import Fleet, FleetSpec
+from .limits import check_limits
+from .registry import available_backends, config_name, fleet_class, probe
+from .rendezvous import Meeting
+
+log = logging.getLogger("moefleet")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The transport that all ranks take, and why each one before it was passed over."""
+
+    name: str
+    passed_over: dict[str, str]
+
+
+def create_fleet(
+    bootstrap: BootstrapConfig,
+    params: FleetParams,
+    algo_knobs: Sequence[FleetAlgoKnob] = (),
+    backend: str | CommConfig = "auto",
+) -> Fleet:
+    """Build a Fleet together with all other ranks of ``bootstrap``. Blocks until all have come, or its timeout.
+
+    Args:
+        bootstrap: this rank and its group.
+        params: sizes; equal on all ranks.
+        algo_knobs: options; equal on all ranks. One that the transport cannot honour is an error.
+        backend: ``"auto"``, a transport's name, or its config.
+
+    Raises:
+        MoEEpConfigError: a bad value, or ranks that disagree (raised on all ranks, with both values).
+        MoEEpUnknownBackendError: no such transport.
+        MoEEpNotBuiltError: the transport is not usable here; the message says why.
+        MoEEpPeerError: another rank could not build its part.
+        MoEEpTimeoutError: a rank did not come within ``bootstrap.timeout_s``.
+    """
+    name, config = config_name(backend)
+    meeting = Meeting(bootstrap)
+    hellos = meeting.exchange("hello", lambda: _hello(bootstrap, params, algo_knobs, name, config))
+    _check_agreement(hellos)
+    choice = _choose(name, hellos)
+    fleet = fleet_class(choice.name)(FleetSpec(bootstrap, params, tuple(algo_knobs), config, meeting))
+    fleet.passed_over = choice.passed_over
+    log.info("fleet %d: %s", meeting.fleet_id, fleet.describe())
+    return fleet
+
+
+def _hello(
+    bootstrap: BootstrapConfig,
+    params: FleetParams,
+    knobs: Sequence[FleetAlgoKnob],
+    name: str,
+    config: CommConfig | None,
+) -> dict[str, Any]:
+    candidates = available_backends() if name == "auto" else (name,)
+    offers = {}
+    for candidate in candidates:
+        cls = fleet_class(candidate)
+        capability = probe(candidate)
+        reason = capability.reason
+        if capability.available:
+            try:
+                if capability.limits is not None:
+                    check_limits(candidate, capability.limits, params, bootstrap.world_size, resolve_device(bootstrap))
+                _check_knobs(cls, knobs)
+            except MoEEpConfigError as error:
+                if name != "auto":
+                    raise
+                reason = str(error)
+        offers[candidate] = {"reason": reason, "domain": capability.domain}
+    sizes = {k: str(v) for k, v in asdict(params).items()}
+    agree = sizes | {"world_size": str(bootstrap.world_size), "backend": name, "config": str(config)}
+    agree["algo_knobs"] = str(sorted(map(repr, knobs)))
+    return {"agree": agree, "offers": offers}
+
+
+def _check_knobs(cls: type[Fleet], knobs: Sequence[FleetAlgoKnob]) -> None:
+    for knob in knobs:
+        if not isinstance(knob, FleetAlgoKnob):
+            raise config_error("algo_knobs", f"a {type(knob).__name__}", "FleetAlgoKnob values")
+        if type(knob) not in cls.knobs and getattr(knob, "enabled", True):
+            raise config_error(
+                "algo_knobs",
+                type(knob).__name__,
+                f"what {cls.name} honours: {', '.join(sorted(k.__name__ for k in cls.knobs)) or 'none'}",
+                "leave it out, or choose another backend",
+            )
+
+
+def _check_agreement(hellos: list[dict[str, Any]]) -> None:
+    first = hellos[0]["agree"]
+    for rank, hello in enumerate(hellos):
+        for field_name, value in hello["agree"].items():
+            if value != first[field_name]:
+                raise config_error(
+                    f"create_fleet {field_name}",
+                    f"{first[field_name]} on rank 0 and {value} on rank {rank}",
+                    "the same value on all ranks",
+                    "build the Fleet with equal arguments everywhere",
+                )
+
+
+def _choose(name: str, hellos: list[dict[str, Any]]) -> Choice:
+    passed_over: dict[str, str] = {}
+    for candidate in hellos[0]["offers"]:
+        reason = _why_not(candidate, hellos)
+        if not reason:
+            return Choice(candidate, passed_over)
+        passed_over[candidate] = reason
+    reasons = "; ".join(f"{candidate}: {reason}" for candidate, reason in passed_over.items())
+    what = "no transport fits this group" if name == "auto" else f"backend {name!r} is not usable"
+    raise MoEEpNotBuiltError(f"{what}: {reasons}")
+
+
+def _why_not(candidate: str, hellos: list[dict[str, Any]]) -> str:
+    domains: set[str] = set()
+    for rank, hello in enumerate(hellos):
+        offer = hello["offers"].get(candidate)
+        if offer is None:
+            return f"not installed on rank {rank}"
+        if offer["reason"]:
+            return f"rank {rank}: {offer['reason']}"
+        domains.add(offer["domain"])
+        if len(domains) > 1:
+            return f"rank {rank} is in another domain than rank 0 (host, network namespace or fabric)"
+    return ""

@@ -1,0 +1,1 @@
+"""Memory that peers share and how they signal."""

@@ -1,0 +1,113 @@
+"""The control block that each rank writes and all peers read, and the header of one phase of a step.
+
+A block is an array of 64-bit words at the start of a rank's segment. Polled words have a cache line each.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import NamedTuple
+
+WORDS_PER_LINE = 8
+SETS = 2
+"""Alternating buffer sets: step ``s`` uses set ``s % SETS``, so at most this many steps are open."""
+
+
+class Word(enum.IntEnum):
+    """Index of a word in the control block."""
+
+    MAGIC = 0
+    INCARNATION = 1
+    GENERATION = 2
+    ROUND = 3
+    STATE = 4
+    STEP = 5
+    OPERATION = 6
+    WAITING_ON = 7  # rank + 1 while asleep, 0 otherwise
+    WAITING_STEP = 8
+    WAITING_OPERATION = 9
+
+
+MAGIC = 0x6D6F65666C656574  # "moefleet"
+BLOCK_BYTES = 1024
+
+
+class State(enum.IntEnum):
+    """What a rank says about itself."""
+
+    RUNNING = 1
+    FAILED_STEP = 2
+    IN_ROUND = 3
+    DEPARTED = 4
+
+
+class Operation(enum.IntEnum):
+    """The phases of a step that a rank commits."""
+
+    NONE = 0
+    DISPATCH = 1
+    COMBINE = 2
+    CLOSED = 3  # done with the step, well or badly: its buffers are no longer read
+
+
+def flag_word(operation: Operation, step: int) -> int:
+    """Word that commits this phase of this step; it then holds ``step``."""
+    line = 2 + (operation - Operation.DISPATCH) * SETS + step % SETS
+    return line * WORDS_PER_LINE
+
+
+REASON_BYTES = 512
+_MASK_BYTES = 32
+MAX_RANKS = _MASK_BYTES * 8
+_HEADER = struct.Struct(f"<10q{_MASK_BYTES}s")
+HEADER_BYTES = 1024
+_REASON_AT = HEADER_BYTES - REASON_BYTES
+
+
+class Header(NamedTuple):
+    """What stands before a rank's data of one phase.
+
+    Attributes:
+        generation, round, step: where in the Fleet's life this was written.
+        operation: the call that wrote it.
+        tokens, topk: ``T`` and ``K`` of the step.
+        dtype: code of the rows' dtype (see the transport), 0 for none.
+        failed: whether the writer gave this step up; then no data follows.
+        origin: the rank whose mistake it was, where ``failed``.
+        reason: its text, where ``failed``.
+        mask: the writer's mask, bit ``r`` set where rank ``r`` is active.
+    """
+
+    generation: int
+    round: int
+    step: int
+    operation: Operation
+    tokens: int = 0
+    topk: int = 0
+    dtype: int = 0
+    failed: bool = False
+    origin: int = 0
+    reason: str = ""
+    mask: int = 0
+
+    def write(self, memory: memoryview, offset: int) -> None:
+        """Store at this byte offset; the phase's flag commits it."""
+        text = self.reason.encode("utf-8", "replace")[:REASON_BYTES]
+        _HEADER.pack_into(
+            memory, offset, self.generation, self.round, self.step, self.operation, self.tokens, self.topk,
+            self.dtype, self.failed, self.origin, len(text), self.mask.to_bytes(_MASK_BYTES, "little"),
+        )  # fmt: skip
+        if text:
+            memory[offset + _REASON_AT : offset + _REASON_AT + len(text)] = text
+
+    @classmethod
+    def read(cls, memory: memoryview, offset: int) -> Header:
+        """Read a committed header. Nothing here is trusted further than as numbers and text."""
+        g, r, s, op, tokens, topk, dtype, failed, origin, length, mask = _HEADER.unpack_from(memory, offset)
+        text = ""
+        if failed:
+            at = offset + _REASON_AT
+            text = bytes(memory[at : at + min(max(length, 0), REASON_BYTES)]).decode("utf-8", "replace")
+        active = int.from_bytes(mask, "little")
+        return cls(g, r, s, Operation(op & 3), tokens, topk, dtype, bool(failed), origin, text, active)

@@ -1,0 +1,56 @@
+"""The two movements of rows: gather them into blocks, and sum them in bags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .routes import Ints
+
+_CHUNK_BYTES = 1 << 19  # of float32 sums: what stays in a core's cache on its way to shared memory
+_SMALL_BYTES = 1 << 17  # below this a second copy costs less than one call per block
+
+
+def gather_blocks(
+    table: torch.Tensor, rows: Ints, out: torch.Tensor, bounds: Sequence[int], starts: Sequence[int]
+) -> None:
+    """Copy ``table[rows[bounds[b]:bounds[b+1]]]`` to ``out[starts[b]:]`` for every block ``b``.
+
+    Args:
+        table: ``[many, H]``.
+        rows: ``[N]``.
+        out: ``[places, H]``.
+    """
+    index = torch.from_numpy(rows)
+    blocks = [(lo, hi, at) for lo, hi, at in zip(bounds[:-1], bounds[1:], starts, strict=True) if hi > lo]
+    if len(blocks) > 2 and len(rows) * table.shape[1] * table.element_size() <= _SMALL_BYTES:
+        taken = table.index_select(0, index)
+        for lo, hi, at in blocks:
+            out[at : at + hi - lo] = taken[lo:hi]
+        return
+    for lo, hi, at in blocks:
+        torch.index_select(table, 0, index[lo:hi], out=out[at : at + hi - lo])
+
+
+def sum_bags(table: torch.Tensor, rows: Ints, bag: Ints) -> torch.Tensor:
+    """``[B, H]`` in the table's dtype: the float32 sum of ``table[rows[bag[b]:bag[b+1]]]`` for each bag, 0 if empty."""
+    bags = len(bag) - 1
+    if not len(rows):
+        return table.new_zeros(bags, table.shape[1])
+    return torch.embedding_bag(table, torch.from_numpy(rows), torch.from_numpy(bag), False, 0, False, None, True)[0]
+
+
+def weighted_sum_bags(table: torch.Tensor, rows: Ints, weight: np.ndarray, bag: Ints, out: torch.Tensor) -> None:
+    """As :func:`sum_bags` with a float32 weight for each row, written to ``out`` ``[B, H]``, rounded once."""
+    index, weights, edges = torch.from_numpy(rows), torch.from_numpy(weight), torch.from_numpy(bag)
+    step = max(1, _CHUNK_BYTES // (4 * table.shape[1]))
+    for first in range(0, len(out), step):
+        last = min(first + step, len(out))
+        lo, hi = int(bag[first]), int(bag[last])
+        source, picked = table, index[lo:hi]
+        if table.dtype != torch.float32:
+            source, picked = table.index_select(0, picked).float(), torch.arange(hi - lo)
+        sums = torch.embedding_bag(source, picked, edges[first : last + 1] - lo, False, 0, False, weights[lo:hi], True)
+        out[first:last] = sums[0]

@@ -1,0 +1,125 @@
+"""Segments of shared memory that no file system ever sees, mapped side by side into one address range.
+
+Each rank owns one memfd segment and is the only one that can write it: peers map it read-only. The mappings of all
+ranks lie at a fixed stride, so one tensor spans them all and an index reaches any row of any rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import MoEEpTransportError, config_error
+
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_PROT_NONE = 0
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    got = libc.mmap(address, size, protection, flags, fd, 0)
+    if got == _FAILED or got is None:
+        code = ctypes.get_errno()
+        raise MoEEpTransportError("mmap", code, f"mapping {size} bytes of shared memory", os.strerror(code))
+    return int(got)
+
+
+def _munmap(address: int, size: int) -> None:
+    ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take: the machine's, or its control group's if that is less."""
+    free = math.inf
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit) as most, open(used) as now:
+                free = min(free, int(most.read()) - int(now.read()))
+        except (OSError, ValueError):  # no such controller, or "max"
+            continue
+    return int(free) if free != math.inf else 2**62
+
+
+def create_segment(size: int, *, on_this_host: int) -> int:
+    """A memfd of ``size`` bytes whose pages are all taken now, so that no later store can fail. Returns its fd.
+
+    Args:
+        size: bytes of this rank's segment.
+        on_this_host: how many ranks of this host allocate as much at the same time.
+
+    Raises:
+        MoEEpConfigError: the host has less memory available than the ranks need together.
+    """
+    need, free = size * on_this_host, available_bytes()
+    if need > free:
+        raise config_error(
+            "shared memory",
+            f"{need} bytes needed ({on_this_host} ranks x {size})",
+            f"{free} bytes available",
+            "lower max_tokens_per_rank or max_recv_tokens_per_rank, or free memory",
+        )
+    fd = os.memfd_create("moefleet", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        os.close(fd)
+        raise config_error(
+            "shared memory", f"{size} bytes needed", f"{available_bytes()} bytes available", str(error)
+        ) from error
+    return fd
+
+
+@dataclass(frozen=True)
+class AddressRange:
+    """All ranks' segments in one stretch of addresses, ``stride`` bytes apart, in rank order.
+
+    ``buffer`` keeps the mapping: it ends when the last tensor or view over it is gone.
+    """
+
+    buffer: ctypes.Array[ctypes.c_char]
+    address: int
+    stride: int
+
+    @classmethod
+    def map(cls, fds: Sequence[int], own: int, size: int, align: int) -> AddressRange:
+        """Map segment ``fds[own]`` writable and the others read-only, at a stride that divides by ``align`` bytes."""
+        step = math.lcm(mmap.PAGESIZE, align)
+        stride = -(-size // step) * step
+        total = stride * len(fds)
+        base = _mmap(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+        try:
+            for rank, fd in enumerate(fds):
+                writable = mmap.PROT_WRITE if rank == own else 0
+                _mmap(base + rank * stride, size, mmap.PROT_READ | writable, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        except BaseException:
+            _munmap(base, total)
+            raise
+        buffer = (ctypes.c_char * total).from_address(base)
+        weakref.finalize(buffer, _munmap, base, total).atexit = False
+        return cls(buffer, base, stride)
+
+    def words(self) -> memoryview:
+        """Every aligned 8-byte word of the range, as unsigned integers. One item access is one load or one store."""
+        return memoryview(self.buffer).cast("B").cast("Q")
+
+    def rows(self, dtype: torch.dtype, width: int) -> torch.Tensor:
+        """The whole range as rows of ``width`` elements: ``[total_bytes / row_bytes, width]``."""
+        return torch.frombuffer(self.buffer, dtype=dtype).view(-1, width)

@@ -1,0 +1,124 @@
+"""From ids to positions, in numpy: which rows a rank takes, where they go, and where a token's sums come from.
+
+``T`` tokens of one rank, ``K`` slots, ``N`` rows that a rank takes in all, ``L`` its experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """The rows that one rank takes in a step, by source rank, then token.
+
+    Attributes:
+        bounds: ``[W+1]`` where each source's rows begin.
+        rows: ``[N]`` index of each row in the table of all ranks' tokens.
+        local: ``[N, K]`` local expert of each slot, -1 = not here.
+        weights: float32 ``[N, K]``, 0 where not here.
+    """
+
+    bounds: Ints
+    rows: Ints
+    local: Ints
+    weights: npt.NDArray[np.float32]
+
+
+def arrivals(
+    ids: Sequence[npt.NDArray[np.int32]],
+    weights: Sequence[npt.NDArray[np.float32]],
+    local_table: Ints,
+    first_rows: Sequence[int],
+) -> Arrivals:
+    """Pick this rank's rows out of everybody's routing.
+
+    Args:
+        ids, weights: ``[T, K]`` of each source rank.
+        local_table: ``[E+1]`` local expert of each id, -1 if elsewhere; the last entry is -1, for id -1.
+        first_rows: for each source, the table row of its token 0.
+    """
+    local = local_table[np.concatenate(ids)]
+    here = local >= 0
+    taken = np.flatnonzero(here.any(axis=1))
+    starts = np.zeros(len(ids) + 1, np.int64)
+    np.cumsum([len(part) for part in ids], out=starts[1:])
+    bounds = np.searchsorted(taken, starts)
+    rows = taken + np.repeat(np.asarray(first_rows) - starts[:-1], np.diff(bounds))
+    kept = np.where(here, np.concatenate(weights), np.float32(0))
+    return Arrivals(bounds, rows, local[taken], kept[taken])
+
+
+@dataclass(frozen=True)
+class ExpertBlocks:
+    """EXPERT_MAJOR: one entry per (row, expert), by expert, then row.
+
+    Attributes:
+        counts: ``[L]`` entries of each expert.
+        row: ``[n]`` which of the arrivals.
+        position: ``[n]`` place in the flat ``[L * capacity]`` output.
+        by_row: ``[n]`` positions in order of row, then expert: what each row's sum is made of.
+        weight: float32 ``[n]`` in that order, the sum of the slots that name the expert.
+        bag: ``[N+1]`` where each row's part begins in that order.
+    """
+
+    counts: Ints
+    row: Ints
+    position: Ints
+    by_row: Ints
+    weight: npt.NDArray[np.float32]
+    bag: Ints
+
+
+def expert_blocks(local: Ints, weights: npt.NDArray[np.float32], num_local: int, capacity: int) -> ExpertBlocks:
+    """Sort arrivals by expert. An expert that a token names twice gets one entry with the summed weight."""
+    taken, slots = local.shape
+    row_of_slot = np.repeat(np.arange(taken), slots)
+    flat = local.reshape(-1)
+    member = np.zeros((num_local + 1, taken), bool)  # the last line takes what is not here
+    member[flat, row_of_slot] = True
+    expert, row = np.nonzero(member[:num_local])
+    counts = np.bincount(expert, minlength=num_local)
+    position = np.arange(len(row)) + np.repeat(np.arange(num_local) * capacity - (np.cumsum(counts) - counts), counts)
+    order = np.argsort(row.astype(np.uint16) if taken <= 2**16 else row, kind="stable")
+    cell = row_of_slot * (num_local + 1) + flat + (flat < 0) * (num_local + 1)
+    summed = np.bincount(cell, weights.reshape(-1), taken * (num_local + 1)).astype(np.float32)
+    row_sorted = row[order]
+    bag = np.searchsorted(row_sorted, np.arange(taken + 1))
+    return ExpertBlocks(
+        counts, row, position, position[order], summed[row_sorted * (num_local + 1) + expert[order]], bag
+    )
+
+
+@dataclass(frozen=True)
+class Homecoming:
+    """Where a rank's own tokens find their sums: one entry per (token, rank that served it), by token, then rank.
+
+    Attributes:
+        rank: ``[n]`` the serving rank.
+        position: ``[n]`` which of this rank's rows there.
+        bag: ``[T+1]`` where each token's entries begin.
+    """
+
+    rank: Ints
+    position: Ints
+    bag: Ints
+
+
+def homecoming(ids: npt.NDArray[np.int32], owner_table: Ints, world_size: int) -> Homecoming:
+    """Args: ids ``[T, K]``; owner_table ``[E+1]`` rank of each id, -1 if nobody's, the last entry -1 for id -1."""
+    tokens = len(ids)
+    served = np.zeros((tokens, world_size + 1), bool)  # the last column takes -1
+    served[np.arange(tokens)[:, None], owner_table[ids]] = True
+    served = served[:, :world_size]
+    token, rank = np.nonzero(served)
+    position = (np.cumsum(served, axis=0) - 1)[token, rank]
+    bag = np.zeros(tokens + 1, np.int64)
+    np.cumsum(served.sum(axis=1), out=bag[1:])
+    return Homecoming(rank, position, bag)

@@ -1,0 +1,163 @@
+"""One Unix socket between every two ranks of a host: segments are passed over it, and its end means a death.
+
+The sockets live in Linux's abstract namespace, so no file ever exists. The peer's credentials are checked, and what
+arrives is read as numbers only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+from ..errors import MoEEpPeerError, MoEEpTimeoutError, MoEEpTransportError
+
+_HELLO = struct.Struct("<QI")
+_CREDENTIALS = struct.Struct("3i")
+
+
+def namespace_id() -> str:
+    """What ranks must share to reach each other here: one kernel and one network namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as text:
+        boot = text.read().strip()
+    return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}"
+
+
+class Mesh:
+    """This rank's sockets to all others.
+
+    Usage: construct, publish ``address`` and ``token`` to the peers, then :meth:`connect`.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.token = secrets.randbits(63)
+        self.address = f"moefleet-{secrets.token_hex(12)}"
+        self.peers: dict[int, socket.socket] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind("\0" + self.address)
+        self._listener.listen(world_size)
+
+    def connect(self, addresses: list[str], tokens: list[int], timeout_s: float) -> None:
+        """Connect to lower ranks, accept higher ones. A rank proves itself by the token that it published.
+
+        Raises:
+            MoEEpTimeoutError: a rank did not connect in time.
+            MoEEpTransportError: a socket call failed, or a stranger connected.
+        """
+        deadline = time.monotonic() + timeout_s
+        for peer in range(self.rank):
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            link.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                link.connect("\0" + addresses[peer])
+                link.sendall(_HELLO.pack(self.token, self.rank))
+            except OSError as error:
+                link.close()
+                raise MoEEpTransportError("connect", error.errno or 0, f"reaching rank {peer}", str(error)) from error
+            self.peers[peer] = link
+        while missing := sorted(set(range(self.rank + 1, self.world_size)) - set(self.peers)):
+            self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                link, _ = self._listener.accept()
+                link.settimeout(max(0.01, deadline - time.monotonic()))
+                token, peer = _HELLO.unpack(_read(link, _HELLO.size))
+            except TimeoutError as error:
+                raise MoEEpTimeoutError(
+                    f"shared memory: rank {self.rank} waited {timeout_s:g} s for a connection from ranks {missing}",
+                    ranks=missing,
+                ) from error
+            _, uid, _ = _credentials(link)
+            if peer not in missing or token != tokens[peer] or uid != os.getuid():
+                link.close()  # a stranger on this host: nothing of ours was sent
+                continue
+            self.peers[peer] = link
+        self._listener.close()
+
+    def exchange_fds(self, fd: int, timeout_s: float) -> list[int]:
+        """Give every peer this rank's descriptor and take theirs. Returns one per rank, for the caller to close."""
+        fds = [-1] * self.world_size
+        fds[self.rank] = fd
+        for link in self.peers.values():
+            link.settimeout(timeout_s)
+            socket.send_fds(link, [b"\1"], [fd])
+        for peer, link in self.peers.items():
+            data, got, _, _ = socket.recv_fds(link, 1, 1)
+            if not data or len(got) != 1:
+                raise MoEEpPeerError(f"rank {peer} ended while the Fleet was being built", rank=peer, reason="ended")
+            fds[peer] = got[0]
+        return fds
+
+    def close(self) -> None:
+        """Close everything; peers see end-of-file. Idempotent."""
+        self._listener.close()
+        for link in self.peers.values():
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+            link.close()
+
+
+class DeathWatcher:
+    """A thread that learns from the operating system that a peer's process is gone.
+
+    End-of-file on the peer's socket comes first (sub-millisecond); a pidfd is the second means, for sockets that a
+    forked child of the peer keeps open. The thread only calls ``on_death(rank)``, which must only store to memory.
+    """
+
+    def __init__(self, mesh: Mesh, on_death: Callable[[int], None]) -> None:
+        self._links = dict(mesh.peers)
+        self._on_death = on_death
+        self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._pidfds: dict[int, int] = {}
+        for peer, link in self._links.items():
+            pid, _, _ = _credentials(link)
+            with contextlib.suppress(OSError, ValueError):  # gone already, or of another pid namespace
+                self._pidfds[os.pidfd_open(pid)] = peer
+        self._thread = threading.Thread(target=self._watch, name="moefleet-death-watcher", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        owner = {link.fileno(): peer for peer, link in self._links.items()} | self._pidfds
+        for fd in (*owner, self._stop_read):
+            poll.register(fd, select.POLLIN)
+        dead: set[int] = set()
+        while True:
+            for fd, _ in poll.poll():
+                if fd == self._stop_read:
+                    return
+                poll.unregister(fd)
+                if (peer := owner[fd]) not in dead:
+                    dead.add(peer)
+                    self._on_death(peer)
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        if self._stop_write < 0:
+            return
+        os.write(self._stop_write, b"\0")
+        self._thread.join()
+        for fd in (self._stop_read, self._stop_write, *self._pidfds):
+            os.close(fd)
+        self._stop_write = -1
+
+
+def _credentials(link: socket.socket) -> tuple[int, int, int]:
+    pid, uid, gid = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid, gid
+
+
+def _read(link: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = link.recv(size - len(data))
+        if not part:
+            raise MoEEpTransportError("recv", 0, "a rank ended while the Fleet was being built", "end-of-file")
+        data += part
+    return data
