@@ -1,0 +1,1 @@
+"""One folder per transport: a Fleet, a Handle, a probe."""

@@ -1,0 +1,67 @@
+"""Where everything lies in a rank's segment: one formula, equal on all ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ...config import FleetParams
+from ...substrate.control import BLOCK_BYTES, HEADER_BYTES, SETS, Operation
+
+_PHASES = (Operation.DISPATCH, Operation.COMBINE)
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """Byte offsets in a segment.
+
+    A segment is: control block; one header for each phase and set; then for each set int32 ids ``[M, Kmax]``, float32
+    weights ``[M, Kmax]``, int64 offsets ``[W+1]`` (where each source's rows begin among the combined ones), scales
+    ``[M, S]`` bytes, token rows ``[M, H]``, combined rows ``[C, H]``. ``C`` is ``M*W``, or max_recv_tokens_per_rank.
+
+    Attributes:
+        size: bytes of the whole.
+        row_bytes, scale_bytes: of one token.
+        ids, weights, offsets, scales, tokens, combined: offset for each set.
+    """
+
+    size: int
+    row_bytes: int
+    scale_bytes: int
+    ids: tuple[int, ...]
+    weights: tuple[int, ...]
+    offsets: tuple[int, ...]
+    scales: tuple[int, ...]
+    tokens: tuple[int, ...]
+    combined: tuple[int, ...]
+
+    @classmethod
+    def of(cls, params: FleetParams, world_size: int) -> SegmentLayout:
+        most, row = params.max_tokens_per_rank, params.token_hidden_size * params.dtype_bytes
+        slots = most * params.max_topk * 4
+        combined = params.recv_capacity(world_size)
+        at = BLOCK_BYTES + len(_PHASES) * SETS * HEADER_BYTES
+        places: dict[str, list[int]] = {n: [] for n in ("ids", "weights", "offsets", "scales", "tokens", "combined")}
+        for _ in range(SETS):
+            for name, size, unit in (
+                ("ids", slots, 64),
+                ("weights", slots, 64),
+                ("offsets", 8 * (world_size + 1), 64),
+                ("scales", most * params.scale_bytes_per_token, max(1, params.scale_bytes_per_token)),
+                ("tokens", most * row, row),
+                ("combined", combined * row, row),
+            ):
+                at = -(-at // unit) * unit
+                places[name].append(at)
+                at += size
+        return cls(at, row, params.scale_bytes_per_token, **{name: tuple(where) for name, where in places.items()})
+
+    @property
+    def align(self) -> int:
+        """What the distance between segments divides by, so that rows of all ranks form one table."""
+        return math.lcm(self.row_bytes, max(1, self.scale_bytes))
+
+    @staticmethod
+    def header(operation: Operation, step: int) -> int:
+        """Offset of this phase's header for this step."""
+        return BLOCK_BYTES + (_PHASES.index(operation) * SETS + step % SETS) * HEADER_BYTES

@@ -1,0 +1,133 @@
+"""The sequence of steps of a Fleet: numbered, at most two open, each committed or failed for all peers to see."""
+
+from __future__ import annotations
+
+from ...errors import MoEEpPeerError, config_error
+from ...substrate.control import SETS, Header, Operation, State, Word
+from ...substrate.group import HostGroup
+from .layout import SegmentLayout
+
+
+class Steps:
+    """Step numbers live with the Fleet and advance as steps run; step ``s`` uses buffer set ``s % 2``.
+
+    Why a set may be written again at step ``s + 2``: this rank finished step ``s``, so all peers had committed their
+    combine of ``s``, so they had read its tokens; and it writes combined rows only after all peers committed their
+    dispatch of ``s + 2``, so they had finished reading those of ``s``. Where step ``s`` failed, that argument does not
+    hold, and the peers' CLOSED flags are waited for instead.
+    """
+
+    def __init__(self, group: HostGroup) -> None:
+        self._group = group
+        self._everybody = (1 << group.world_size) - 1
+        self._last = 0
+        self._open: set[int] = set()
+        self._spoiled = [0] * SETS
+
+    @property
+    def last(self) -> int:
+        """Number of the last step begun; 0 before the first."""
+        return self._last
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the next step's buffer set is still taken by an open step."""
+        return self._last + 1 - SETS in self._open
+
+    def begin(self) -> int:
+        """Open the next step.
+
+        Raises:
+            MoEEpConfigError: the step before last is still open; nothing is lost.
+        """
+        step = self._last + 1
+        if self.blocked:
+            raise config_error(
+                "dispatch",
+                f"step {step} while step {step - SETS} is not combined",
+                f"at most {SETS} steps dispatched and not yet combined",
+                "combine (or destroy the handle of) the older one first",
+            )
+        waiter = self._group.waiter
+        if spoiled := self._spoiled[step % SETS]:
+            for peer in self._others():
+                waiter.wait(peer, Operation.CLOSED, spoiled)
+            self._spoiled[step % SETS] = 0
+        self._last = step
+        self._open.add(step)
+        waiter.publish(Word.STATE, State.RUNNING)
+        waiter.publish(Word.STEP, step)
+        waiter.publish(Word.OPERATION, Operation.DISPATCH)
+        return step
+
+    def commit(self, operation: Operation, step: int, *, tokens: int, topk: int, dtype: int) -> None:
+        """Write the header and let the peers see this phase's data."""
+        header = Header(0, 0, step, operation, tokens, topk, dtype, mask=self._everybody)
+        header.write(self._group.memory, self._offset(self._group.rank, operation, step))
+        self._group.waiter.publish(Word.OPERATION, operation)
+        self._group.commit(operation, step)
+
+    def collect(self, operation: Operation, step: int) -> list[Header]:
+        """Wait for every rank's commit and return their headers, in rank order.
+
+        Raises:
+            MoEEpPeerError: a rank failed in this step, ended, or is in another call.
+            MoEEpTimeoutError: a rank did not come.
+        """
+        group = self._group
+        headers: list[Header] = [None] * group.world_size  # type: ignore[list-item]
+        for peer in (*self._others(), group.rank):
+            if peer != group.rank:
+                group.waiter.wait(peer, operation, step)
+            header = Header.read(group.memory, self._offset(peer, operation, step))
+            if header.failed:
+                raise MoEEpPeerError(
+                    f"rank {header.origin} failed in step {step}, {operation.name.lower()}: {header.reason}",
+                    rank=header.origin,
+                    reason=header.reason,
+                )
+            if header.step != step or header.operation is not operation:
+                raise MoEEpPeerError(
+                    f"rank {group.rank} is in {operation.name.lower()} of step {step}, rank {peer} in "
+                    f"{header.operation.name.lower()} of step {header.step}",
+                    rank=peer,
+                    reason="another call",
+                )
+            headers[peer] = header
+        return headers
+
+    def close(self, step: int) -> None:
+        """The step went well."""
+        self._open.discard(step)
+        self._group.commit(Operation.CLOSED, step)
+
+    def fail(self, step: int, error: BaseException | str) -> None:
+        """Give an open step up: commit a row-less header for every phase that is left, and close it.
+
+        Peers stop waiting and raise MoEEpPeerError that names the rank whose mistake it was.
+        """
+        if step not in self._open or self._group.closed:
+            return
+        origin = error.rank if isinstance(error, MoEEpPeerError) and error.rank >= 0 else self._group.rank
+        reason = getattr(error, "reason", "") or str(error)
+        waiter = self._group.waiter
+        waiter.publish(Word.STATE, State.FAILED_STEP)
+        for operation in (Operation.DISPATCH, Operation.COMBINE):
+            if not waiter.committed(self._group.rank, operation, step):
+                header = Header(0, 0, step, operation, failed=True, origin=origin, reason=reason, mask=self._everybody)
+                header.write(self._group.memory, self._offset(self._group.rank, operation, step))
+                self._group.commit(operation, step)
+        self._spoiled[step % SETS] = step
+        self.close(step)
+
+    def fail_next(self, error: BaseException) -> None:
+        """Give up the step that this rank was about to begin, for a mistake made before anything was sent."""
+        if not self.blocked and not self._group.closed:
+            self.fail(self.begin(), error)
+
+    def _others(self) -> list[int]:
+        rank, world = self._group.rank, self._group.world_size
+        return [(rank + away) % world for away in range(1, world)]
+
+    def _offset(self, rank: int, operation: Operation, step: int) -> int:
+        return rank * self._group.range.stride + SegmentLayout.header(operation, step)
