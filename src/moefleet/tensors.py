@@ -121,6 +121,8 @@ def check_tensor(
     """Raise :class:`MoEEpConfigError` unless ``tensor`` has this shape (``None``: any size), dtype and device."""
     if not isinstance(tensor, torch.Tensor):
         raise config_error(field, f"a {type(tensor).__name__}", "a torch.Tensor")
+    if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device:
+        return tensor
     want = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
     if tensor.dim() != len(shape) or any(n is not None and n != m for n, m in zip(shape, tensor.shape, strict=True)):
         raise config_error(field, f"shape {list(tensor.shape)}", f"shape {want}")

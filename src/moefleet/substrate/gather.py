@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -14,24 +14,28 @@ _SMALL_BYTES = 1 << 17  # below this a second copy costs less than one call per 
 
 
 def gather_blocks(
-    table: torch.Tensor, rows: Ints, out: torch.Tensor, bounds: Sequence[int], starts: Sequence[int]
+    table: torch.Tensor, rows: Ints, out: torch.Tensor, counts: Sequence[int], starts: Iterable[int]
 ) -> None:
-    """Copy ``table[rows[bounds[b]:bounds[b+1]]]`` to ``out[starts[b]:]`` for every block ``b``.
+    """Copy the rows of ``table`` that ``rows`` names to blocks of ``out``.
 
     Args:
         table: ``[many, H]``.
-        rows: ``[N]``.
+        rows: ``[N]``, block after block.
         out: ``[places, H]``.
+        counts: rows of each block, ``N`` in all.
+        starts: place of each block's first row.
     """
-    index = torch.from_numpy(rows)
-    blocks = [(lo, hi, at) for lo, hi, at in zip(bounds[:-1], bounds[1:], starts, strict=True) if hi > lo]
-    if len(blocks) > 2 and len(rows) * table.shape[1] * table.element_size() <= _SMALL_BYTES:
-        taken = table.index_select(0, index)
-        for lo, hi, at in blocks:
-            out[at : at + hi - lo] = taken[lo:hi]
-        return
-    for lo, hi, at in blocks:
-        torch.index_select(table, 0, index[lo:hi], out=out[at : at + hi - lo])
+    index, lo = torch.from_numpy(rows), 0
+    small = len(counts) > 2 and len(rows) * table.shape[1] * table.element_size() <= _SMALL_BYTES
+    taken = table.index_select(0, index) if small else table
+    for count, at in zip(counts, starts, strict=True):
+        if count:
+            place = out[at : at + count]
+            if small:
+                place.copy_(taken[lo : lo + count])
+            else:
+                torch.index_select(table, 0, index[lo : lo + count], out=place)
+            lo += count
 
 
 def sum_bags(table: torch.Tensor, rows: Ints, bag: Ints) -> torch.Tensor:

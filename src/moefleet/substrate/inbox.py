@@ -10,7 +10,7 @@ import torch
 from ..config import EpLayout, FleetParams
 from ..tensors import DispatchOutput
 from .gather import gather_blocks
-from .routes import Arrivals, ExpertBlocks, expert_blocks
+from .routes import Arrivals, ExpertBlocks, Ints, expert_blocks
 
 
 class Inbox:
@@ -23,62 +23,63 @@ class Inbox:
         self._places = math.prod(self._shape)
         self._rows = torch.empty(self._places * params.token_hidden_size * params.dtype_bytes, dtype=torch.uint8)
         self._scales = torch.empty(self._places * params.scale_bytes_per_token, dtype=torch.uint8)
-        units = {EpLayout.EXPERT_MAJOR: num_local, EpLayout.RANK_MAJOR: world_size, EpLayout.FLAT: 1}[self._layout]
-        self._counts = torch.zeros(units, dtype=torch.int32)
+        blocks = 1 if self._layout is EpLayout.FLAT else self._shape[0]
+        self._starts = np.arange(blocks) * self._shape[-1]
+        self._counts = torch.zeros(blocks, dtype=torch.int32)
+        self._key: tuple[torch.dtype | None, int, torch.dtype | None] = (None, 0, None)
         self._routing: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._stale: np.ndarray | slice = slice(0, 0)
+        self._stale: Ints | slice = slice(0, 0)
 
     def output(self, dtype: torch.dtype, topk: int, scale_dtype: torch.dtype | None) -> DispatchOutput:
         """Views of this memory in the Fleet's layout; :meth:`fill` writes them."""
+        key = (dtype, topk, scale_dtype)
+        if key != self._key:
+            self._key, self._output = key, self._make(*key)
+        return self._output
+
+    def _make(self, dtype: torch.dtype, topk: int, scale_dtype: torch.dtype | None) -> DispatchOutput:
         rows = self._rows.view(dtype).view(*self._shape, -1)
         scales = None if scale_dtype is None else self._scales.view(scale_dtype).view(*self._shape, -1)
         if self._layout is EpLayout.EXPERT_MAJOR:
             return DispatchOutput(rows, expert_counts=self._counts, expert_scales=scales)
         if self._routing is None or self._routing[0].shape[1] != topk:
-            self._routing = (
-                torch.full((self._places, topk), -1, dtype=torch.int64),
-                torch.zeros(self._places, topk, dtype=torch.float32),
-            )
+            ids = torch.full((self._places, topk), -1, dtype=torch.int64)
+            self._routing = ids, torch.zeros(self._places, topk, dtype=torch.float32)
         ids, weights = (part.view(*self._shape, topk) for part in self._routing)
         if self._layout is EpLayout.RANK_MAJOR:
             return DispatchOutput(rows, ids, weights, expert_counts=self._counts, expert_scales=scales)
         return DispatchOutput(rows, ids, weights, recv_total_counter=self._counts, expert_scales=scales)
 
     def fill(
-        self, got: Arrivals, table: torch.Tensor, scale_table: torch.Tensor | None, scale_shift: np.ndarray | None
+        self, got: Arrivals, table: torch.Tensor, rows: Ints, scales: tuple[torch.Tensor, Ints] | None = None
     ) -> ExpertBlocks | None:
         """Gather the rows that arrived. Returns how they are sorted, in EXPERT_MAJOR.
 
         Args:
             got: which rows.
-            table: ``[many, H]`` that ``got.rows`` indexes.
-            scale_table: bytes ``[many, S]``, and ``scale_shift`` ``[N]``, the index of each row in it.
+            table, rows: ``[many, H]``, and ``[N]`` where each arrival lies in it.
+            scales: the same for scales: bytes ``[many, S]``, and ``[N]``.
         """
         blocks = None
-        rows, scale_rows = got.rows, scale_shift
         if self._layout is EpLayout.EXPERT_MAJOR:
-            capacity = self._shape[1]
-            blocks = expert_blocks(got.local, got.weights, self._num_local, capacity)
-            rows = got.rows[blocks.row]
-            scale_rows = None if scale_rows is None else scale_rows[blocks.row]
-            counts = blocks.counts
-            starts = list(range(0, self._num_local * capacity, capacity))
+            blocks = expert_blocks(got.local, got.weights, self._num_local, self._shape[1])
+            rows, counts = rows[blocks.row], blocks.counts
         elif self._layout is EpLayout.RANK_MAJOR:
-            counts = np.diff(got.bounds)
-            starts = list(range(0, self._places, self._params.max_tokens_per_rank))
-            first = np.repeat(np.asarray(starts) - got.bounds[:-1], counts)
-            self._route(np.arange(len(rows)) + first, got)
+            counts = got.counts
+            self._route(np.arange(len(rows)) + np.repeat(self._starts - got.bounds[:-1], counts), got)
         else:
-            counts, starts = np.array([len(rows)]), [0]
+            counts = np.array([len(rows)])
             self._route(slice(0, len(rows)), got)
         self._counts.numpy()[:] = counts
-        bounds = [0, *np.cumsum(counts).tolist()]
-        gather_blocks(table, rows, self._rows.view(table.dtype).view(self._places, -1), bounds, starts)
-        if scale_table is not None and scale_rows is not None:
-            gather_blocks(scale_table, scale_rows, self._scales.view(self._places, -1), bounds, starts)
+        sizes = counts.tolist()
+        gather_blocks(table, rows, self._rows.view(table.dtype).view(self._places, -1), sizes, self._starts)
+        if scales is not None:
+            scale_table, scale_rows = scales
+            scale_rows = scale_rows if blocks is None else scale_rows[blocks.row]
+            gather_blocks(scale_table, scale_rows, self._scales.view(self._places, -1), sizes, self._starts)
         return blocks
 
-    def _route(self, places: np.ndarray | slice, got: Arrivals) -> None:
+    def _route(self, places: Ints | slice, got: Arrivals) -> None:
         assert self._routing is not None, "output() comes before fill()"
         ids, weights = (part.numpy() for part in self._routing)
         ids[self._stale], weights[self._stale] = -1, 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -20,39 +21,43 @@ class Arrivals:
 
     Attributes:
         bounds: ``[W+1]`` where each source's rows begin.
-        rows: ``[N]`` index of each row in the table of all ranks' tokens.
+        counts: ``[W]`` rows of each source.
+        token: ``[N]`` the row's token, counted over all ranks' tokens in rank order.
+        starts: ``[W]`` where each source's tokens begin in that count.
         local: ``[N, K]`` local expert of each slot, -1 = not here.
         weights: float32 ``[N, K]``, 0 where not here.
     """
 
     bounds: Ints
-    rows: Ints
+    counts: Ints
+    token: Ints
+    starts: Ints
     local: Ints
     weights: npt.NDArray[np.float32]
 
+    def rows(self, firsts: Ints) -> Ints:
+        """``[N]``: where each row lies in a table in which source ``s``'s token 0 is row ``firsts[s]``."""
+        return self.token + np.repeat(firsts - self.starts, self.counts)
+
 
 def arrivals(
-    ids: Sequence[npt.NDArray[np.int32]],
-    weights: Sequence[npt.NDArray[np.float32]],
-    local_table: Ints,
-    first_rows: Sequence[int],
+    ids: Sequence[npt.NDArray[np.int32]], weights: Sequence[npt.NDArray[np.float32]], topk: int, local_table: Ints
 ) -> Arrivals:
     """Pick this rank's rows out of everybody's routing.
 
     Args:
-        ids, weights: ``[T, K]`` of each source rank.
+        ids, weights: ``[T * K]`` of each source rank.
+        topk: ``K``.
         local_table: ``[E+1]`` local expert of each id, -1 if elsewhere; the last entry is -1, for id -1.
-        first_rows: for each source, the table row of its token 0.
     """
-    local = local_table[np.concatenate(ids)]
-    here = local >= 0
-    taken = np.flatnonzero(here.any(axis=1))
-    starts = np.zeros(len(ids) + 1, np.int64)
-    np.cumsum([len(part) for part in ids], out=starts[1:])
-    bounds = np.searchsorted(taken, starts)
-    rows = taken + np.repeat(np.asarray(first_rows) - starts[:-1], np.diff(bounds))
-    kept = np.where(here, np.concatenate(weights), np.float32(0))
-    return Arrivals(bounds, rows, local[taken], kept[taken])
+    local = local_table.take(np.concatenate(ids).reshape(-1, topk), mode="wrap")
+    token = np.flatnonzero((local >= 0).any(axis=1))
+    edges = np.array([0, *accumulate(len(part) // topk for part in ids)])
+    bounds = token.searchsorted(edges)
+    local = local.take(token, axis=0)
+    kept = np.concatenate(weights).reshape(-1, topk).take(token, axis=0)
+    kept[local < 0] = 0
+    return Arrivals(bounds, bounds[1:] - bounds[:-1], token, edges[:-1], local, kept)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...config import EpLayout
 from ...errors import MoEEpPeerError
 from ...fleet.halves import HalvesHandle, OpenStep, Phase
-from ...substrate.control import Header, Operation
+from ...substrate.control import SETS, Header, Operation
 from ...substrate.gather import sum_bags, weighted_sum_bags
 from ...substrate.routes import ExpertBlocks, Ints, arrivals, homecoming
 from ...substrate.rowtypes import code_name, row_code
+from .buffers import BufferSet
 
 if TYPE_CHECKING:
     from .fleet import ShmFleet  # noqa: F401 - named in a string below
@@ -37,79 +39,84 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         open_ = self._opened()
         if open_.blocks is not None:
             return None  # EXPERT_MAJOR: combine sums the rows where they lie
-        return self._fleet.combined(open_.dtype, open_.step).view_as(open_.output.expert_tensors)
+        return self._set(open_).combined[open_.dtype].view_as(open_.output.expert_tensors)
 
     def _snapshot(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         self._ids: npt.NDArray[np.int32] = topk_ids.numpy().astype(np.int32)
         self._weights: npt.NDArray[np.float32] = topk_weights.numpy().copy()
 
+    def _set(self, open_: ShmStep) -> BufferSet:
+        return self._fleet.buffers.sets[open_.step % SETS]
+
     def _open_step(self, step: int, dtype: torch.dtype, scale_dtype: torch.dtype | None) -> ShmStep:
-        output = self._fleet.inbox(step).output(dtype, self._shape[1], scale_dtype)
-        return ShmStep(step, dtype, scale_dtype, output)
+        inbox = self._fleet.buffers.sets[step % SETS].inbox
+        return ShmStep(step, dtype, scale_dtype, inbox.output(dtype, self._shape[1], scale_dtype))
 
     def _send_tokens(self, open_: ShmStep, tokens: torch.Tensor, scales: torch.Tensor | None) -> None:
-        fleet, rank, step = self._fleet, self._fleet.bootstrap.rank, open_.step
+        mine, rank = self._set(open_), self._fleet.bootstrap.rank
         count, topk = self._ids.shape
-        fleet.tokens(tokens.dtype, step)[:count] = tokens
-        if scales is not None:
-            fleet.scales(scales.dtype, step)[:count] = scales
-        fleet.ids(rank, step, count, topk)[:] = self._ids
-        fleet.weights(rank, step, count, topk)[:] = self._weights
+        mine.tokens[tokens.dtype][:count] = tokens
+        if scales is not None and mine.scales is not None:
+            mine.scales[:count].view(scales.dtype)[:] = scales
+        mine.ids[rank][: count * topk] = self._ids.reshape(-1)
+        mine.weights[rank][: count * topk] = self._weights.reshape(-1)
         code = row_code(tokens.dtype, open_.scale_dtype)
-        fleet.steps.commit(Operation.DISPATCH, step, tokens=count, topk=topk, dtype=code)
+        self._fleet.steps.commit(Operation.DISPATCH, open_.step, tokens=count, topk=topk, dtype=code)
 
     def _receive_tokens(self, open_: ShmStep) -> None:
-        fleet, step = self._fleet, open_.step
-        headers = fleet.steps.collect(Operation.DISPATCH, step)
-        self._check_same(headers, row_code(open_.dtype, open_.scale_dtype))
+        fleet, theirs = self._fleet, self._set(open_)
+        headers = fleet.steps.collect(Operation.DISPATCH, open_.step)
+        self._check_same(headers)
+        topk = self._ids.shape[1]
         got = arrivals(
-            [fleet.ids(rank, step, h.tokens, h.topk) for rank, h in enumerate(headers)],
-            [fleet.weights(rank, step, h.tokens, h.topk) for rank, h in enumerate(headers)],
+            [ids[: h.tokens * topk] for ids, h in zip(theirs.ids, headers, strict=True)],
+            [weights[: h.tokens * topk] for weights, h in zip(theirs.weights, headers, strict=True)],
+            topk,
             fleet.local_table,
-            fleet.token_rows(step),
         )
-        self._check_room(len(got.rows))
-        scale_rows = None if open_.scale_dtype is None else fleet.scale_rows(got, step)
+        self._check_room(len(got.token))
         open_.bounds = got.bounds
-        open_.blocks = fleet.inbox(step).fill(got, fleet.table(open_.dtype), fleet.scale_table, scale_rows)
-        fleet.rows_received += np.diff(got.bounds)
+        scale_table, scales = fleet.buffers.scale_table, None
+        if scale_table is not None and theirs.scale_rows is not None:
+            scales = scale_table, got.rows(theirs.scale_rows)
+        rows = got.rows(theirs.token_rows)
+        open_.blocks = theirs.inbox.fill(got, fleet.buffers.tables[open_.dtype], rows, scales)
+        fleet.rows_received += got.counts
 
     def _send_rows(self, open_: ShmStep, rows: torch.Tensor) -> None:
         assert open_.bounds is not None
-        fleet = self._fleet
-        home = fleet.combined(rows.dtype, open_.step)
-        starts = fleet.combine_starts(open_.bounds)
+        fleet, mine = self._fleet, self._set(open_)
+        home = mine.combined[rows.dtype]
+        starts = open_.bounds
+        if fleet.params.layout is EpLayout.RANK_MAJOR:
+            starts = np.arange(len(open_.bounds)) * fleet.params.max_tokens_per_rank
         if open_.blocks is not None:
             by = open_.blocks
             weighted_sum_bags(rows.reshape(-1, rows.shape[-1]), by.by_row, by.weight, by.bag, home[: len(by.bag) - 1])
         elif rows.data_ptr() != home.data_ptr():
-            flat = rows.reshape(-1, rows.shape[-1])
-            for at, count in zip(starts[:-1].tolist(), np.diff(open_.bounds).tolist(), strict=True):
+            flat, counts = rows.reshape(-1, rows.shape[-1]), open_.bounds[1:] - open_.bounds[:-1]
+            for at, count in zip(starts[:-1].tolist(), counts.tolist(), strict=True):
                 home[at : at + count] = flat[at : at + count]
-        fleet.offsets(fleet.bootstrap.rank, open_.step)[:] = starts
-        code = row_code(rows.dtype, None)
-        fleet.steps.commit(Operation.COMBINE, open_.step, tokens=int(open_.bounds[-1]), topk=0, dtype=code)
+        mine.offsets[fleet.bootstrap.rank][:] = starts
+        served = int(open_.bounds[-1])
+        fleet.steps.commit(Operation.COMBINE, open_.step, tokens=served, topk=0, dtype=row_code(rows.dtype, None))
 
     def _receive_rows(self, open_: ShmStep) -> torch.Tensor:
-        fleet, step = self._fleet, open_.step
-        rank, world = fleet.bootstrap.rank, fleet.bootstrap.world_size
-        back = homecoming(self._ids, fleet.owner_table, world)
-        headers = fleet.steps.collect(Operation.COMBINE, step)
-        self._check_same(headers, row_code(open_.dtype, None))
-        first = np.array([row + fleet.offsets(r, step)[rank] for r, row in enumerate(fleet.combined_rows(step))])
-        return sum_bags(fleet.table(open_.dtype), first[back.rank] + back.position, back.bag)
+        fleet, theirs = self._fleet, self._set(open_)
+        back = homecoming(self._ids, fleet.owner_table, fleet.bootstrap.world_size)
+        self._check_same(fleet.steps.collect(Operation.COMBINE, open_.step))
+        first = theirs.combined_rows + [offsets[fleet.bootstrap.rank] for offsets in theirs.offsets]
+        return sum_bags(fleet.buffers.tables[open_.dtype], first[back.rank] + back.position, back.bag)
 
-    def _check_same(self, headers: Sequence[Header], code: int) -> None:
+    def _check_same(self, headers: Sequence[Header]) -> None:
         """All ranks bring rows of one type, and the same K, to a step."""
         mine = headers[self._fleet.bootstrap.rank]
         for rank, header in enumerate(headers):
-            for what, theirs, ours in (
-                ("K", f"K = {header.topk}", f"K = {mine.topk}"),
-                ("row type", code_name(header.dtype), code_name(code)),
-            ):
-                if theirs != ours:
-                    raise MoEEpPeerError(
-                        f"rank {rank} brought {theirs} to step {header.step}, this rank {ours}; a step has one {what}",
-                        rank=rank,
-                        reason=theirs,
-                    )
+            if header.topk != mine.topk or header.dtype != mine.dtype:
+                theirs = f"K = {header.topk} and {code_name(header.dtype)}"
+                raise MoEEpPeerError(
+                    f"rank {rank} brought {theirs} to step {header.step}, this rank K = {mine.topk} and "
+                    f"{code_name(mine.dtype)}; a step has one K and one row type",
+                    rank=rank,
+                    reason=theirs,
+                )
