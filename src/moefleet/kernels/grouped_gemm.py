@@ -1,0 +1,258 @@
+"""Gated experts ``w2 @ (act(gate) * up)`` over the rows that exist, as grouped matrix products.
+
+``N`` below is the number of pairs (row, local expert) that exist. Two functions multiply each expert's rows by its
+matrices. Which one runs on the CPU was measured; ``python benchmarks/expert_gemm.py`` repeats that:
+
+- :func:`grouped_experts`, two ``torch.nn.functional.grouped_mm`` over rows gathered by expert, for RANK_MAJOR and
+  FLAT, which gather anyway: 1.2 to 1.7 times as fast for few rows of small experts, where calls take the time, and
+  equal elsewhere.
+- :func:`each_expert`, ``torch.mm`` per expert, for EXPERT_MAJOR, whose blocks it reads and writes in place (the
+  copies around ``grouped_mm`` cost what it saves), and for weights that ``grouped_mm`` does not take.
+
+On CUDA :func:`grouped_experts` runs in every layout, with the counts left on the device, if it takes the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ..config import EpLayout, FleetParams, GroupedGemmConfig, KernelConfig
+from ..errors import config_error
+from ..tensors import DispatchOutput
+from ..weights import MoEWeights, UnquantizedMoEWeights
+from .base import ExpertKernel
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALF_VIA_FLOAT_ROWS = 4
+"""Rows of an expert from which a CPU without float16 arithmetic is faster in float32, conversion included."""
+
+
+class GroupedGemmKernel(ExpertKernel):
+    """Unquantised gated experts, w13 ``[L, 2I, H]`` and w2 ``[L, H, I]``, in the rows' dtype.
+
+    Raises:
+        MoEEpConfigError: no activation has this name.
+    """
+
+    def __init__(self, config: KernelConfig) -> None:
+        super().__init__(config)
+        assert isinstance(config, GroupedGemmConfig), f"a GroupedGemmConfig, not a {type(config).__name__}"
+        if config.activation not in ACTIVATIONS:
+            raise config_error("GroupedGemmConfig.activation", repr(config.activation), ", ".join(ACTIVATIONS))
+        self.activation = ACTIVATIONS[config.activation]
+
+    def validate(self, params: FleetParams, weights: MoEWeights | None) -> None:
+        """Raise :class:`MoEEpConfigError` unless the weights are unquantised and fit this Fleet's rows."""
+        if not isinstance(weights, UnquantizedMoEWeights):
+            raise config_error(
+                "weights",
+                "none" if weights is None else "prequantised weights",
+                "unquantised ones with kernel 'grouped_gemm'",
+                "give MoEWeightPack(w13, w2)",
+            )
+        experts, _, hidden = weights.w13.shape
+        dtype = weights.w13.dtype
+        if dtype not in DTYPES:
+            raise config_error("weights.w13", f"dtype {dtype}", " or ".join(str(allowed) for allowed in DTYPES))
+        if dtype.itemsize != params.dtype_bytes:
+            raise config_error(
+                "weights.w13",
+                f"dtype {dtype}",
+                f"a type of FleetParams.dtype_bytes = {params.dtype_bytes} bytes, like the rows",
+                "convert the weights, or change dtype_bytes",
+            )
+        if hidden != params.token_hidden_size:
+            raise config_error(
+                "weights.w13", f"H = {hidden}", f"FleetParams.token_hidden_size = {params.token_hidden_size}"
+            )
+        if experts > params.num_experts:
+            raise config_error(
+                "weights.w13", f"{experts} local experts", f"at most FleetParams.num_experts = {params.num_experts}"
+            )
+
+    def compute(
+        self,
+        out: DispatchOutput,
+        layout: EpLayout,
+        weights: MoEWeights | None,
+        *,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Rows of ``out.expert_tensors``' shape and dtype, in ``into`` (which may be the same memory) or a new tensor.
+
+        RANK_MAJOR and FLAT sum a row's weighted experts in float32 and round once. On CUDA nothing waits for the
+        stream if ``grouped_mm`` takes the weights: contiguous bfloat16, ``H`` and ``I`` multiples of 8. Temporaries are
+        then sized for all rows that could exist. For other weights the host reads the counts, which does wait.
+
+        Raises:
+            MoEEpConfigError: the rows' dtype, or their ``L`` in EXPERT_MAJOR, is not that of the weights.
+        """
+        assert isinstance(weights, UnquantizedMoEWeights), "validate() says which weights this kernel takes"
+        rows, w13 = out.expert_tensors, weights.w13
+        if rows.dtype != w13.dtype:
+            raise config_error(
+                "expert_tensors", f"dtype {rows.dtype}", f"the weights' {w13.dtype}", "convert one of them"
+            )
+        if layout is EpLayout.EXPERT_MAJOR and len(rows) != len(w13):
+            raise config_error("expert_tensors", f"{len(rows)} blocks", f"the weights' L = {len(w13)}, one per expert")
+        result = torch.empty_like(rows) if into is None else into
+        with torch.no_grad():
+            if rows.is_cuda and takes_grouped_mm(weights):
+                self._on_device(out, weights, result)
+            elif layout is EpLayout.EXPERT_MAJOR:
+                self._by_expert(out, weights, result)
+            else:
+                self._by_token(out, weights, result)
+        return result
+
+    def _by_expert(self, out: DispatchOutput, weights: UnquantizedMoEWeights, result: torch.Tensor) -> None:
+        """EXPERT_MAJOR: rows and results stay where they are."""
+        assert out.expert_counts is not None
+        counts = out.expert_counts.tolist()
+        sources, targets = ([block[:n] for block, n in zip(side, counts)] for side in (out.expert_tensors, result))
+        each_expert(sources, weights, self.activation, targets)
+
+    def _by_token(self, out: DispatchOutput, weights: UnquantizedMoEWeights, result: torch.Tensor) -> None:
+        """RANK_MAJOR, and FLAT as if from one source: sort the pairs by expert, compute each, sum those of each row.
+
+        Suffixes: B sources, C their capacity, R rows that exist, N pairs.
+        """
+        rows, ids, factors = out.expert_tensors, out.recv_topk_idx, out.recv_topk_weights
+        counts = out.recv_total_counter if out.expert_counts is None else out.expert_counts
+        assert counts is not None and ids is not None and factors is not None
+        fronts = [(block, count) for block, count in enumerate(counts.tolist()) if count]
+        if not fronts:
+            return
+        capacity, hidden = rows.shape[-2:]
+        experts = weights.num_local_experts
+
+        def existing(plane: torch.Tensor) -> np.ndarray:
+            plane_BCK = plane.cpu().numpy().reshape(-1, capacity, plane.shape[-1])
+            return np.concatenate([plane_BCK[block, :count] for block, count in fronts])
+
+        def tensor(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(rows.device)
+
+        ids_RK = existing(ids)
+        here_RK = (ids_RK >= 0) & (ids_RK < experts)
+        row_N, expert_N = here_RK.nonzero()[0], ids_RK[here_RK]
+        sort_N = expert_N.argsort(kind="stable")
+        ends_L = expert_N[sort_N].searchsorted(np.arange(experts), side="right")
+
+        position_R = np.concatenate([np.arange(block * capacity, block * capacity + n) for block, n in fronts])
+        x_NH = rows.flatten(0, -2).index_select(0, tensor(position_R[row_N[sort_N]]))
+        if takes_grouped_mm(weights):
+            y_NH = grouped_experts(x_NH, weights, self.activation, tensor(ends_L.astype(np.int32)))
+        else:
+            y_NH, sizes = torch.empty_like(x_NH), np.diff(ends_L, prepend=0).tolist()
+            each_expert(x_NH.split(sizes), weights, self.activation, y_NH.split(sizes))
+
+        # As an embedding bag: the table is y, and a row's bag holds the places of its pairs in it.
+        place_N = np.empty_like(sort_N)
+        place_N[sort_N] = np.arange(len(sort_N))
+        sums_RH = F.embedding_bag(
+            tensor(place_N),
+            y_NH.float(),
+            tensor(row_N.searchsorted(np.arange(len(ids_RK)))),
+            mode="sum",
+            per_sample_weights=tensor(existing(factors)[here_RK]),
+        )
+        start, result_BCH = 0, result.view(-1, capacity, hidden)
+        for block, count in fronts:
+            result_BCH[block, :count] = sums_RH[start : start + count]
+            start += count
+
+    def _on_device(self, out: DispatchOutput, weights: UnquantizedMoEWeights, result: torch.Tensor) -> None:
+        """Any layout, in shapes that do not depend on the counts: pairs that are not here sort behind the last expert,
+        where ``grouped_mm`` computes nothing, and what lies there is selected away.
+        """
+        rows, ids, factors = out.expert_tensors, out.recv_topk_idx, out.recv_topk_weights
+        counts = out.recv_total_counter if out.expert_counts is None else out.expert_counts
+        assert counts is not None
+        capacity = rows.shape[-2]
+        experts = torch.arange(weights.num_local_experts, device=rows.device)
+        absent = len(experts)
+        # [B, C, 1] in EXPERT_MAJOR, whose blocks are the experts, otherwise [B, C, K]
+        ids = experts[:, None, None] if ids is None else ids.reshape(len(counts), capacity, -1)
+        exists = (torch.arange(capacity, device=rows.device) < counts[:, None])[..., None]
+        key = torch.where(exists & (ids >= 0), ids, absent)
+        sorted_key, order = key.flatten().sort(stable=True)
+        ends = torch.searchsorted(sorted_key, experts, right=True, out_int32=True)
+        x = rows.flatten(0, -2).index_select(0, order // key.shape[2])
+        y = grouped_experts(x, weights, self.activation, ends).index_select(0, order.argsort()).unflatten(0, key.shape)
+        if factors is None:
+            result.copy_(y.squeeze(2))
+        else:
+            terms = y.float() * factors.reshape(key.shape)[..., None]
+            result.copy_(torch.where(key[..., None] < absent, terms, 0.0).sum(2).view(result.shape))
+
+
+def takes_grouped_mm(weights: UnquantizedMoEWeights) -> bool:
+    """Whether ``grouped_mm`` accepts these weights and is no slower with them than other products."""
+    w13, w2 = weights.w13, weights.w2
+    if w13.is_cuda:
+        fast = w13.dtype is torch.bfloat16
+    else:
+        fast = w13.dtype is not torch.float16 or _half_is_native()
+    _, hidden, inter = w2.shape
+    aligned = not (hidden * w2.itemsize % 16 or inter * w2.itemsize % 16)
+    return fast and aligned and w13.is_contiguous() and w2.is_contiguous()
+
+
+def grouped_experts(
+    x_NH: torch.Tensor, weights: UnquantizedMoEWeights, activation: Activation, ends_L: torch.Tensor
+) -> torch.Tensor:
+    """All experts at once: rows sorted by expert, expert ``e``'s up to ``ends_L[e]`` (int32). Rows past the last end
+    are not computed and undefined in the result ``[N, H]``.
+    """
+    h = F.grouped_mm(x_NH, weights.w13.mT, offs=ends_L)
+    return F.grouped_mm(_gated(h, activation), weights.w2.mT, offs=ends_L)
+
+
+def each_expert(
+    sources: Sequence[torch.Tensor],
+    weights: UnquantizedMoEWeights,
+    activation: Activation,
+    targets: Sequence[torch.Tensor],
+) -> None:
+    """Expert by expert: ``sources[e]`` ``[n_e, H]`` through expert ``e`` into ``targets[e]``."""
+    counts = [len(source) for source in sources]
+    h_NI = weights.w13.new_empty(sum(counts), weights.w13.shape[1])
+    _products(sources, weights.w13, h_NI.split(counts))
+    _products(_gated(h_NI, activation).split(counts), weights.w2, targets)
+
+
+def _products(sources: Sequence[torch.Tensor], matrices: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    via_float = matrices.dtype is torch.float16 and not matrices.is_cuda and not _half_is_native()
+    for source, matrix, target in zip(sources, matrices.mT, targets):
+        if via_float and len(source) >= HALF_VIA_FLOAT_ROWS:
+            target.copy_(source.float() @ matrix.float())
+        elif len(source):
+            torch.mm(source, matrix, out=target)
+
+
+def _gated(h: torch.Tensor, activation: Activation) -> torch.Tensor:
+    gate, up = h.chunk(2, -1)
+    return activation(gate).mul_(up)
+
+
+@cache
+def _half_is_native() -> bool:
+    """Whether this CPU has float16 arithmetic; elsewhere torch multiplies float16 in a scalar loop."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    except (AttributeError, RuntimeError):
+        return False
