@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .control import MAGIC, Operation, State, Word
+from .faults import FaultState
 from .memory import AddressRange, create_segment
 from .sockets import DeathWatcher, Mesh
 from .waiting import Waiter
@@ -31,7 +32,9 @@ class HostGroup:
         exchange: how values reach the other ranks before memory does.
         incarnation: identity of this process.
         spin_s: how long a wait spins before it sleeps; ``None`` chooses.
-        timeout_s: budget of one wait and of building the group.
+        timeout_s: budget of building the group.
+        silence_s: budget of one wait for a peer.
+        faults: who is accused, and whether a missing peer raises.
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class HostGroup:
         incarnation: int,
         spin_s: float | None,
         timeout_s: float,
+        silence_s: float,
+        faults: FaultState,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         mesh = Mesh(rank, world_size)
@@ -69,7 +74,7 @@ class HostGroup:
         blocks = [r * self.range.stride // 8 for r in range(world_size)]
         if spin_s is None:
             spin_s = 50e-6 if cores() >= world_size else 0.0
-        self.waiter = Waiter(words, self.range.address, blocks, rank, spin_s, timeout_s)
+        self.waiter = Waiter(words, self.range.address, blocks, rank, spin_s, silence_s, faults)
         self.waiter.publish(Word.MAGIC, MAGIC)
         self.waiter.publish(Word.INCARNATION, incarnation)
         self.waiter.publish(Word.STATE, State.RUNNING)

@@ -38,8 +38,11 @@ class Inbox:
         return self._output
 
     def _make(self, dtype: torch.dtype, topk: int, scale_dtype: torch.dtype | None) -> DispatchOutput:
-        rows = self._rows.view(dtype).view(*self._shape, -1)
-        scales = None if scale_dtype is None else self._scales.view(scale_dtype).view(*self._shape, -1)
+        rows = self._rows.view(dtype).view(*self._shape, self._params.token_hidden_size)
+        scales = None
+        if scale_dtype is not None:
+            width = self._params.scale_bytes_per_token // scale_dtype.itemsize
+            scales = self._scales.view(scale_dtype).view(*self._shape, width)
         if self._layout is EpLayout.EXPERT_MAJOR:
             return DispatchOutput(rows, expert_counts=self._counts, expert_scales=scales)
         if self._routing is None or self._routing[0].shape[1] != topk:
@@ -72,11 +75,13 @@ class Inbox:
             self._route(slice(0, len(rows)), got)
         self._counts.numpy()[:] = counts
         sizes = counts.tolist()
-        gather_blocks(table, rows, self._rows.view(table.dtype).view(self._places, -1), sizes, self._starts)
+        places = self._rows.view(table.dtype).view(self._places, table.shape[1])
+        gather_blocks(table, rows, places, sizes, self._starts)
         if scales is not None:
             scale_table, scale_rows = scales
             scale_rows = scale_rows if blocks is None else scale_rows[blocks.row]
-            gather_blocks(scale_table, scale_rows, self._scales.view(self._places, -1), sizes, self._starts)
+            places = self._scales.view(self._places, scale_table.shape[1])
+            gather_blocks(scale_table, scale_rows, places, sizes, self._starts)
         return blocks
 
     def _route(self, places: Ints | slice, got: Arrivals) -> None:

@@ -115,6 +115,12 @@ class Homecoming:
     position: Ints
     bag: Ints
 
+    def only(self, ranks: npt.NDArray[np.bool_]) -> Homecoming:
+        """Without the entries of ranks that ``ranks`` ``[W]`` is false for."""
+        kept = ranks[self.rank]
+        bag = np.append(0, np.cumsum(kept))[self.bag]
+        return Homecoming(self.rank[kept], self.position[kept], bag)
+
 
 def homecoming(ids: npt.NDArray[np.int32], owner_table: Ints, world_size: int) -> Homecoming:
     """Args: ids ``[T, K]``; owner_table ``[E+1]`` rank of each id, -1 if nobody's, the last entry -1 for id -1."""

@@ -1,4 +1,8 @@
-"""Waiting for a peer's flag: spin a little, sleep in the kernel, end for a reason that names the peer."""
+"""Waiting for a peer's flag: spin a little, sleep in the kernel, end for a reason that names the peer.
+
+Without fault tolerance a missing peer raises. With it, the wait answers False, and the peer is accused unless it was
+merely seen in a round of agreement.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,16 @@ from collections.abc import Sequence
 
 from ..errors import MoEEpPeerError, MoEEpTimeoutError
 from .control import Operation, State, Word, flag_word
+from .faults import FaultState
 from .futex import fence, futex_wait, futex_wake
 
 POLL_S = 0.05
 """Longest sleep between two looks, and the most that one sleep counts towards a time budget: a waiter that was
 itself stopped does not blame the time on its peers."""
+
+PATIENCE = 3
+"""Budgets for which a wait is prolonged while the peer says that it is itself waiting for somebody else: one stalled
+rank does not make its neighbours accuse one another."""
 
 
 class Waiter:
@@ -24,14 +33,23 @@ class Waiter:
         rank: this rank.
         spin_s: how long to look before sleeping, in seconds.
         timeout_s: budget of one wait, in seconds of the waiter's own running time.
+        faults: who is accused, and whether a missing peer raises.
     """
 
     def __init__(
-        self, words: memoryview, address: int, blocks: Sequence[int], rank: int, spin_s: float, timeout_s: float
+        self,
+        words: memoryview,
+        address: int,
+        blocks: Sequence[int],
+        rank: int,
+        spin_s: float,
+        timeout_s: float,
+        faults: FaultState,
     ) -> None:
         self._words, self._address, self._blocks = words, address, blocks
         self._rank, self._spin_s, self._timeout_s = rank, spin_s, timeout_s
         self._mine = blocks[rank]
+        self._faults = faults
         self.dead = bytearray(len(blocks))
         self.waited_s = [0.0] * len(blocks)
 
@@ -59,46 +77,60 @@ class Waiter:
             for step in (0, 1):
                 futex_wake(self._address + 8 * (self._blocks[rank] + flag_word(operation, step)))
 
-    def wait(self, peer: int, operation: Operation, step: int) -> None:
-        """Return once ``peer`` has committed this phase of this step.
+    def wait(self, peer: int, operation: Operation, step: int) -> bool:
+        """Wait until ``peer`` has committed this phase of this step. False where it never will, with fault tolerance.
 
         Raises:
-            MoEEpPeerError: it ended, left, or waits for us in another call.
-            MoEEpTimeoutError: the budget is used up.
+            MoEEpPeerError: it waits for us in another call; without fault tolerance also: it ended or left.
+            MoEEpTimeoutError: the budget is used up, without fault tolerance.
         """
         index = self._blocks[peer] + flag_word(operation, step)
+        committed = True
         if self._words[index] < step:
             start = time.perf_counter()
             try:
-                self._wait_long(index, peer, operation, step)
+                committed = self._wait_long(index, peer, operation, step)
             finally:
                 self.waited_s[peer] += time.perf_counter() - start
         fence()
+        return committed
 
-    def _wait_long(self, index: int, peer: int, operation: Operation, step: int) -> None:
+    def look_for_deaths(self) -> None:
+        """Accuse every peer that the operating system or the peer itself says is gone. Without waiting."""
+        for peer in range(len(self._blocks)):
+            if peer != self._rank and self._gone(peer):
+                self._faults.accuse(peer)
+
+    def _wait_long(self, index: int, peer: int, operation: Operation, step: int) -> bool:
         words = self._words
         if self._spin_s:
             end = time.perf_counter() + self._spin_s
             while time.perf_counter() < end:
                 if words[index] >= step:
-                    return
+                    return True
         self.publish(Word.WAITING_STEP, step)
         self.publish(Word.WAITING_OPERATION, operation)
         self.publish(Word.WAITING_ON, peer + 1)
         try:
-            self._sleep(index, peer, operation, step)
+            return self._sleep(index, peer, operation, step)
         finally:
             self.publish(Word.WAITING_ON, 0)
 
-    def _sleep(self, index: int, peer: int, operation: Operation, step: int) -> None:
-        spent, crossed = 0.0, False
+    def _sleep(self, index: int, peer: int, operation: Operation, step: int) -> bool:
+        spent = prolonged = 0.0
+        crossed = False
         while True:
             gone = self._gone(peer)
             value = self._words[index]  # after looking for a death: what a dead peer had committed counts
             if value >= step:
-                return
+                return True
             if gone:
-                raise MoEEpPeerError(self._where(peer, operation, step) + gone, rank=peer, reason=gone)
+                return self._missing(
+                    peer, MoEEpPeerError(self._where(peer, operation, step) + gone, rank=peer, reason=gone)
+                )
+            if self._faults.tolerant and self.said(peer, Word.STATE) == State.IN_ROUND:
+                self._faults.behind = True
+                return False
             if crossing := self._crossing(peer):
                 if crossed:
                     raise MoEEpPeerError(
@@ -109,15 +141,24 @@ class Waiter:
                     )
                 crossed = True
             if spent >= self._timeout_s:
-                raise MoEEpTimeoutError(
-                    self._where(peer, operation, step)
-                    + f"nothing for {self._timeout_s:g} s (BootstrapConfig.timeout_s); "
-                    f"it last said: {self.describe(peer)}",
-                    ranks=[peer],
-                )
+                text = f"nothing for {self._timeout_s:g} s of waiting; it last said: {self.describe(peer)}"
+                return self._missing(peer, MoEEpTimeoutError(self._where(peer, operation, step) + text, ranks=[peer]))
             start = time.perf_counter()
             futex_wait(self._address + 8 * index, value, min(POLL_S, self._timeout_s - spent))
-            spent += min(time.perf_counter() - start, POLL_S)
+            ran = min(time.perf_counter() - start, POLL_S)
+            if self._waits_for_another(peer) and prolonged < PATIENCE * self._timeout_s:
+                prolonged += ran
+            else:
+                spent += ran
+
+    def _missing(self, peer: int, error: MoEEpPeerError | MoEEpTimeoutError) -> bool:
+        if not self._faults.tolerant:
+            raise error
+        self._faults.accuse(peer)
+        return False
+
+    def _waits_for_another(self, peer: int) -> bool:
+        return self.said(peer, Word.WAITING_ON) not in (0, self._rank + 1)
 
     def _gone(self, peer: int) -> str:
         if self.said(peer, Word.STATE) == State.DEPARTED:

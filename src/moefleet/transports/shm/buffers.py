@@ -24,7 +24,7 @@ class BufferSet:
 
     Attributes:
         ids, weights: flat int32 and float32 ``[M * Kmax]``.
-        offsets: int64 ``[W+1]``, where each source's rows begin among those that the rank combined.
+        offsets: int64 ``[2, W]``, where each source's rows begin among those that the rank combined, and how many.
         token_rows, combined_rows: ``[W]`` table row at which the rank's tokens and combined rows begin.
         scale_rows: ``[W]`` the same for its scales, in the table of scales.
         tokens, combined: this rank's own memory, ``[M, H]`` and ``[C, H]`` for each row type.
@@ -84,7 +84,7 @@ class Buffers:
                 BufferSet(
                     ids=flat(layout.ids[s], np.int32, most * params.max_topk),
                     weights=flat(layout.weights[s], np.float32, most * params.max_topk),
-                    offsets=flat(layout.offsets[s], np.int64, world + 1),
+                    offsets=[part.reshape(2, world) for part in flat(layout.offsets[s], np.int64, 2 * world)],
                     token_rows=token_rows,
                     combined_rows=combined_rows,
                     scale_rows=scale_rows,

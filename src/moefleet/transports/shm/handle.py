@@ -15,7 +15,7 @@ from ...errors import MoEEpPeerError
 from ...fleet.halves import HalvesHandle, OpenStep, Phase
 from ...substrate.control import SETS, Header, Operation
 from ...substrate.gather import sum_bags, weighted_sum_bags
-from ...substrate.routes import ExpertBlocks, Ints, arrivals, homecoming
+from ...substrate.routes import ExpertBlocks, Homecoming, Ints, arrivals, homecoming
 from ...substrate.rowtypes import code_name, row_code
 from .buffers import BufferSet
 
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class ShmStep(OpenStep):
-    """``bounds`` ``[W+1]``: where each source's rows begin; ``blocks``: how they are sorted, in EXPERT_MAJOR."""
+    """``bounds`` ``[W+1]``: where each source's rows begin; ``blocks``: how they are sorted, in EXPERT_MAJOR;
+    ``present``: the ranks that took part in dispatch, as bits."""
 
     bounds: Ints | None = None
     blocks: ExpertBlocks | None = None
+    present: int = 0
 
 
 class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
@@ -66,11 +68,12 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
     def _receive_tokens(self, open_: ShmStep) -> None:
         fleet, theirs = self._fleet, self._set(open_)
         headers = fleet.steps.collect(Operation.DISPATCH, open_.step)
-        self._check_same(headers)
+        open_.present = self._check_same(headers)
         topk = self._ids.shape[1]
+        slots = [0 if header is None else header.tokens * topk for header in headers]
         got = arrivals(
-            [ids[: h.tokens * topk] for ids, h in zip(theirs.ids, headers, strict=True)],
-            [weights[: h.tokens * topk] for weights, h in zip(theirs.weights, headers, strict=True)],
+            [ids[:count] for ids, count in zip(theirs.ids, slots, strict=True)],
+            [weights[:count] for weights, count in zip(theirs.weights, slots, strict=True)],
             topk,
             fleet.local_table,
         )
@@ -82,6 +85,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         rows = got.rows(theirs.token_rows)
         open_.blocks = theirs.inbox.fill(got, fleet.buffers.tables[open_.dtype], rows, scales)
         fleet.rows_received += got.counts
+        fleet.steps.overtaken(open_.step)
 
     def _send_rows(self, open_: ShmStep, rows: torch.Tensor) -> None:
         assert open_.bounds is not None
@@ -97,21 +101,53 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             flat, counts = rows.reshape(-1, rows.shape[-1]), open_.bounds[1:] - open_.bounds[:-1]
             for at, count in zip(starts[:-1].tolist(), counts.tolist(), strict=True):
                 home[at : at + count] = flat[at : at + count]
-        mine.offsets[fleet.bootstrap.rank][:] = starts
+        mine.offsets[fleet.bootstrap.rank][0] = starts[:-1]
+        mine.offsets[fleet.bootstrap.rank][1] = open_.bounds[1:] - open_.bounds[:-1]
         served = int(open_.bounds[-1])
         fleet.steps.commit(Operation.COMBINE, open_.step, tokens=served, topk=0, dtype=row_code(rows.dtype, None))
 
     def _receive_rows(self, open_: ShmStep) -> torch.Tensor:
         fleet, theirs = self._fleet, self._set(open_)
-        back = homecoming(self._ids, fleet.owner_table, fleet.bootstrap.world_size)
-        self._check_same(fleet.steps.collect(Operation.COMBINE, open_.step))
-        first = theirs.combined_rows + [offsets[fleet.bootstrap.rank] for offsets in theirs.offsets]
-        return sum_bags(fleet.buffers.tables[open_.dtype], first[back.rank] + back.position, back.bag)
+        rank, world = fleet.bootstrap.rank, fleet.bootstrap.world_size
+        back = homecoming(self._ids, fleet.owner_table, world)
+        present = self._check_same(fleet.steps.collect(Operation.COMBINE, open_.step, open_.present))
+        starts, counts = np.array([offsets[:, rank] for offsets in theirs.offsets]).T
+        if fleet.faults.tolerant:
+            back = self._without_missing(back, present, counts)
+        rows = (theirs.combined_rows + starts)[back.rank] + back.position
+        summed = sum_bags(fleet.buffers.tables[open_.dtype], rows, back.bag)
+        fleet.steps.overtaken(open_.step)
+        return self._rescaled(summed, present) if fleet.renormalize else summed
 
-    def _check_same(self, headers: Sequence[Header]) -> None:
-        """All ranks bring rows of one type, and the same K, to a step."""
-        mine = headers[self._fleet.bootstrap.rank]
+    def _without_missing(self, back: Homecoming, present: int, counts: Ints) -> Homecoming:
+        """Leave out what ranks would have sent that are missing, or that took this one for missing."""
+        fleet, world = self._fleet, self._fleet.bootstrap.world_size
+        here = (present >> np.arange(world)) & 1 > 0
+        unserved = here & (counts != np.bincount(back.rank, minlength=world))
+        if unserved.any():
+            fleet.faults.behind = True
+        return back if here.all() and not unserved.any() else back.only(here & ~unserved)
+
+    def _rescaled(self, summed: torch.Tensor, present: int) -> torch.Tensor:
+        """Rows that lost some of their experts, times (sum of all weights) / (sum of the live ones)."""
+        fleet = self._fleet
+        live = np.append((present >> np.arange(fleet.bootstrap.world_size)) & 1 > 0, False)
+        owner = fleet.all_owner_table.take(self._ids, mode="wrap")
+        total = self._weights.sum(axis=1, where=owner >= 0)
+        left = self._weights.sum(axis=1, where=live[owner])
+        lost = ((owner >= 0) & ~live[owner]).any(axis=1)
+        factor = torch.from_numpy(np.divide(total, left, out=np.zeros_like(total), where=left != 0))[lost]
+        summed[lost] = (summed[lost].float() * factor[:, None]).to(summed.dtype)
+        return summed
+
+    def _check_same(self, headers: Sequence[Header | None]) -> int:
+        """All ranks bring rows of one type, and the same K, to a step. Returns who is present, as bits."""
+        mine, present = headers[self._fleet.bootstrap.rank], 0
+        assert mine is not None
         for rank, header in enumerate(headers):
+            if header is None:
+                continue
+            present |= 1 << rank
             if header.topk != mine.topk or header.dtype != mine.dtype:
                 theirs = f"K = {header.topk} and {code_name(header.dtype)}"
                 raise MoEEpPeerError(
@@ -120,3 +156,4 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
                     rank=rank,
                     reason=theirs,
                 )
+        return present

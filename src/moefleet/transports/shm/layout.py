@@ -16,8 +16,9 @@ class SegmentLayout:
     """Byte offsets in a segment.
 
     A segment is: control block; one header for each phase and set; then for each set int32 ids ``[M, Kmax]``, float32
-    weights ``[M, Kmax]``, int64 offsets ``[W+1]`` (where each source's rows begin among the combined ones), scales
-    ``[M, S]`` bytes, token rows ``[M, H]``, combined rows ``[C, H]``. ``C`` is ``M*W``, or max_recv_tokens_per_rank.
+    weights ``[M, Kmax]``, int64 offsets ``[2, W]`` (where each source's rows begin among the combined ones, and how
+    many), scales ``[M, S]`` bytes, token rows ``[M, H]``, combined rows ``[C, H]``. ``C`` is ``M*W``, or
+    max_recv_tokens_per_rank.
 
     Attributes:
         size: bytes of the whole.
@@ -46,7 +47,7 @@ class SegmentLayout:
             for name, size, unit in (
                 ("ids", slots, 64),
                 ("weights", slots, 64),
-                ("offsets", 8 * (world_size + 1), 64),
+                ("offsets", 16 * world_size, 64),
                 ("scales", most * params.scale_bytes_per_token, max(1, params.scale_bytes_per_token)),
                 ("tokens", most * row, row),
                 ("combined", combined * row, row),

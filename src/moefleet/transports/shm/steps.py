@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ...errors import MoEEpPeerError, config_error
 from ...substrate.control import SETS, Header, Operation, State, Word
+from ...substrate.faults import FaultState
+from ...substrate.futex import fence
 from ...substrate.group import HostGroup
 from .layout import SegmentLayout
 
@@ -14,12 +16,12 @@ class Steps:
     Why a set may be written again at step ``s + 2``: this rank finished step ``s``, so all peers had committed their
     combine of ``s``, so they had read its tokens; and it writes combined rows only after all peers committed their
     dispatch of ``s + 2``, so they had finished reading those of ``s``. Where step ``s`` failed, that argument does not
-    hold, and the peers' CLOSED flags are waited for instead.
+    hold, and the peers' CLOSED flags are waited for instead. A rank that the others went on without can still be
+    reading; it finds that out by :meth:`overtaken`.
     """
 
-    def __init__(self, group: HostGroup) -> None:
-        self._group = group
-        self._everybody = (1 << group.world_size) - 1
+    def __init__(self, group: HostGroup, faults: FaultState) -> None:
+        self._group, self._faults = group, faults
         self._last = 0
         self._open: set[int] = set()
         self._spoiled = [0] * SETS
@@ -51,34 +53,44 @@ class Steps:
         waiter = self._group.waiter
         if spoiled := self._spoiled[step % SETS]:
             for peer in self._others():
-                waiter.wait(peer, Operation.CLOSED, spoiled)
+                if self._faults.trusts(peer):
+                    waiter.wait(peer, Operation.CLOSED, spoiled)
             self._spoiled[step % SETS] = 0
         self._last = step
         self._open.add(step)
         waiter.publish(Word.STATE, State.RUNNING)
         waiter.publish(Word.STEP, step)
         waiter.publish(Word.OPERATION, Operation.DISPATCH)
+        fence()  # a reader that sees data of this step sees its number too: overtaken() relies on it
         return step
 
     def commit(self, operation: Operation, step: int, *, tokens: int, topk: int, dtype: int) -> None:
         """Write the header and let the peers see this phase's data."""
-        header = Header(0, 0, step, operation, tokens, topk, dtype, mask=self._everybody)
-        header.write(self._group.memory, self._offset(self._group.rank, operation, step))
         self._group.waiter.publish(Word.OPERATION, operation)
-        self._group.commit(operation, step)
+        self._commit(Header(0, 0, step, operation, tokens, topk, dtype))
 
-    def collect(self, operation: Operation, step: int) -> list[Header]:
-        """Wait for every rank's commit and return their headers, in rank order.
+    def _commit(self, header: Header) -> None:
+        header = header._replace(round=self._faults.epoch, mask=self._faults.trusted)
+        header.write(self._group.memory, self._offset(self._group.rank, header.operation, header.step))
+        self._group.commit(header.operation, header.step)
+
+    def collect(self, operation: Operation, step: int, among: int = -1) -> list[Header | None]:
+        """Wait for every rank's commit and return their headers, in rank order; None for who is masked or missing.
+
+        Args:
+            among: ranks that still count in this step, as bits: absent in dispatch is absent in combine.
 
         Raises:
             MoEEpPeerError: a rank failed in this step, ended, or is in another call.
             MoEEpTimeoutError: a rank did not come.
         """
-        group = self._group
-        headers: list[Header] = [None] * group.world_size  # type: ignore[list-item]
+        group, faults = self._group, self._faults
+        headers: list[Header | None] = [None] * group.world_size
         for peer in (*self._others(), group.rank):
-            if peer != group.rank:
-                group.waiter.wait(peer, operation, step)
+            if not among & faults.trusted >> peer & 1:
+                continue
+            if peer != group.rank and not group.waiter.wait(peer, operation, step):
+                continue
             header = Header.read(group.memory, self._offset(peer, operation, step))
             if header.failed:
                 raise MoEEpPeerError(
@@ -87,14 +99,37 @@ class Steps:
                     reason=header.reason,
                 )
             if header.step != step or header.operation is not operation:
+                if faults.tolerant and header.step > step:
+                    faults.behind = True
+                    continue
                 raise MoEEpPeerError(
                     f"rank {group.rank} is in {operation.name.lower()} of step {step}, rank {peer} in "
                     f"{header.operation.name.lower()} of step {header.step}",
                     rank=peer,
                     reason="another call",
                 )
+            faults.heard(header.round, header.mask)
             headers[peer] = header
         return headers
+
+    def overtaken(self, step: int) -> bool:
+        """Whether a peer may have begun to reuse the memory of ``step``: what was read of it is then worth nothing.
+
+        Only possible where the others went on without this rank; it is a fault, and the step's output is flagged.
+        """
+        if self._faults.tolerant:
+            fence()
+            waiter = self._group.waiter
+            if any(waiter.said(peer, Word.STEP) >= step + SETS for peer in self._others()):
+                self._faults.behind = True
+                return True
+        return False
+
+    def resume(self, step: int) -> None:
+        """Begin again at ``step``, which all survivors of a decision agreed on; nobody is reading old memory."""
+        self._last = step - 1
+        self._open.clear()
+        self._spoiled = [0] * SETS
 
     def close(self, step: int) -> None:
         """The step went well."""
@@ -114,9 +149,7 @@ class Steps:
         waiter.publish(Word.STATE, State.FAILED_STEP)
         for operation in (Operation.DISPATCH, Operation.COMBINE):
             if not waiter.committed(self._group.rank, operation, step):
-                header = Header(0, 0, step, operation, failed=True, origin=origin, reason=reason, mask=self._everybody)
-                header.write(self._group.memory, self._offset(self._group.rank, operation, step))
-                self._group.commit(operation, step)
+                self._commit(Header(0, 0, step, operation, failed=True, origin=origin, reason=reason))
         self._spoiled[step % SETS] = step
         self.close(step)
 
