@@ -1,0 +1,244 @@
+"""`launch` for one call in fresh processes, `RankPool` for many calls in processes that stay."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from ..errors import MoEEpError, MoEEpTimeoutError, config_error
+from .process import TERM_GRACE_S, RankProcess, end, pump
+from .results import RankResult, how_it_ended, raise_if_unusable, result_of
+from .wire import Call, dumps
+
+GOODBYE = "goodbye"
+GOODBYE_GRACE_S = 5.0
+
+
+def launch(
+    fn: Callable[..., Any],
+    world_size: int,
+    *,
+    args: tuple[Any, ...] = (),
+    timeout_s: float = 60.0,
+    threads_per_rank: int | None = None,
+    start_timeout_s: float = 120.0,
+) -> list[RankResult]:
+    """Run ``fn(bootstrap, *args)`` on ``world_size`` ranks, each a new process of this machine.
+
+    ``bootstrap`` is a :class:`~moefleet.BootstrapConfig` with the rank, the world size and a ``tcp_store`` that lives
+    in this process. Arguments and return values travel by value, tensors too. What a rank prints appears here, each
+    line behind ``[rank N]``. A rank that fails does not end the others. Ctrl-C ends them all.
+
+    Args:
+        fn: a function that pickle can name: at the top level of a module, or of a script with a ``__main__`` guard.
+        world_size: number of ranks, at least 1.
+        args: further arguments, the same for every rank.
+        timeout_s: seconds from when all ranks have started until a rank's process must have ended by itself. Then it
+            shows its stack traces, gets SIGTERM and, a second later, SIGKILL.
+        threads_per_rank: size of torch's and OpenMP's thread pools; ``None`` divides this process's cores.
+        start_timeout_s: seconds for all ranks to start Python, torch and the script.
+
+    Returns:
+        One result per rank, in rank order, after every process has ended.
+
+    Raises:
+        MoEEpConfigError: an argument is wrong, fn or an argument cannot be pickled or loaded in a rank, or the script
+            has no guard. fn ran on no rank, or has been ended where it ran.
+        MoEEpTimeoutError: the ranks did not start in time.
+        MoEEpError: a rank died before it could run fn.
+    """
+    with RankPool(world_size, threads_per_rank=threads_per_rank, start_timeout_s=start_timeout_s) as pool:
+        return pool._run(fn, args, timeout_s, world_size, last=True)
+
+
+class RankPool:
+    """Ranks that stay between calls. Use it as a context manager; it is not for use by two threads at once.
+
+    A rank starts with the first call that needs it. One that died, or was ended at a timeout, starts anew with the
+    next such call. A rank that raised stays.
+
+    Args:
+        world_size: the most ranks of a call.
+        threads_per_rank, start_timeout_s: as for :func:`launch`.
+
+    Raises:
+        MoEEpConfigError: an argument is out of range, or the script has no ``__main__`` guard.
+    """
+
+    def __init__(self, world_size: int, *, threads_per_rank: int | None = None, start_timeout_s: float = 120.0) -> None:
+        refuse_while_importing_main()
+        check_count("world_size", world_size)
+        if threads_per_rank is None:
+            threads_per_rank = max(1, usable_cores() // world_size)
+        check_count("threads_per_rank", threads_per_rank)
+        check_seconds("start_timeout_s", start_timeout_s)
+        self.world_size, self.threads_per_rank = world_size, threads_per_rank
+        self._start_timeout_s = start_timeout_s
+        self._ranks: dict[int, RankProcess] = {}
+        self._store: TCPStore | None = None
+        self._calls = 0
+        self._closed = False
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, world_size: int | None = None
+    ) -> list[RankResult]:
+        """Run ``fn(bootstrap, *args)`` on the first ``world_size`` ranks (default: all), as :func:`launch` does.
+
+        Each call's ``tcp_store`` starts empty: a ``PrefixStore`` over the one connection of that rank, so a thread
+        that fn leaves behind must not wait on it. Whatever else fn leaves in its process, later calls find there.
+
+        Args:
+            timeout_s: seconds from when all ranks have started until fn must have returned.
+
+        Returns, raises:
+            as :func:`launch`, except that the processes stay; also MoEEpConfigError after :meth:`close`.
+        """
+        world_size = self.world_size if world_size is None else world_size
+        return self._run(fn, args, timeout_s, world_size, last=False)
+
+    def close(self) -> None:
+        """End all ranks. Idempotent."""
+        self._closed = True
+        ranks = list(self._ranks.values())
+        try:
+            for rank in ranks:
+                rank.send(GOODBYE)
+            pump(ranks, RankProcess.has_ended, time.monotonic() + GOODBYE_GRACE_S)
+        finally:
+            end(ranks)
+            self._ranks.clear()
+            self._store = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _run(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, world_size: int, *, last: bool
+    ) -> list[RankResult]:
+        if self._closed:
+            raise config_error("RankPool", "a call after close()", "calls before it", "make a new pool")
+        check_count("world_size", world_size, self.world_size)
+        check_seconds("timeout_s", timeout_s)
+        payload = pickle_call(fn, args)
+        ranks = self._started(world_size)
+
+        def is_done(rank: RankProcess) -> bool:
+            if rank.reply is not None:
+                raise_if_unusable(rank.rank, *rank.reply)
+            return rank.has_ended() or (rank.reply is not None and not last)
+
+        try:
+            self._calls += 1
+            prefix = "" if last else f"call-{self._calls}"
+            for rank in ranks:
+                rank.send(Call(rank.rank, world_size, prefix, timeout_s, module_path(), last), payload)
+            late = pump(ranks, is_done, time.monotonic() + timeout_s)
+            end(late, grace_s=TERM_GRACE_S)
+        except BaseException:
+            end([rank for rank in ranks if rank.reply is None])
+            raise
+        return [result_of(rank, timeout_s if rank in late else None, last) for rank in ranks]
+
+    def _started(self, world_size: int) -> list[RankProcess]:
+        """The first ``world_size`` ranks, alive and ready; those that are missing are started side by side."""
+        new = []
+        try:
+            for number in range(world_size):
+                if number not in self._ranks or self._ranks[number].has_ended():
+                    self._ranks[number] = RankProcess(number, self.threads_per_rank)
+                    new.append(self._ranks[number])
+            deadline = time.monotonic() + self._start_timeout_s
+            if self._store is None:
+                self._store = host_store()
+            for rank in new:
+                rank.greet(self._store.port)
+            late = pump(new, lambda rank: rank.reply is not None or rank.has_ended(), deadline)
+            if late:
+                numbers = [rank.rank for rank in late]
+                raise MoEEpTimeoutError(
+                    f"ranks {numbers} did not start within {self._start_timeout_s} s", ranks=numbers
+                )
+            for rank in new:
+                if rank.reply is None:
+                    raise MoEEpError(f"rank {rank.rank} {how_it_ended(rank.exitcode)} while it started; see its stderr")
+                raise_if_unusable(rank.rank, *rank.reply)
+        except BaseException:
+            end(new)
+            raise
+        return [self._ranks[number] for number in range(world_size)]
+
+
+def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Pickle ``(fn, args)`` by value, or say which of them cannot be."""
+    try:
+        dumps(fn)
+    except Exception as error:
+        raise config_error(
+            "fn",
+            f"{getattr(fn, '__qualname__', fn)!r}, which cannot be pickled ({error})",
+            "a function at the top level of a module or script",
+            "give a lambda or local function a name there, and pass what it captured as an argument",
+        ) from error
+    try:
+        return dumps((fn, args))
+    except Exception as error:
+        raise config_error(
+            "args", f"a value that cannot be pickled ({error})", "values that pickle can carry"
+        ) from error
+
+
+def host_store() -> TCPStore:
+    """A new store in this process, reachable from this machine only."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def refuse_while_importing_main() -> None:
+    """Raise where a child process is importing the script that wants to start it: the script has no guard."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise config_error(
+            "launch",
+            "a call while a rank imports the script",
+            "calls from behind the guard",
+            'every rank imports the script that starts it, so write there\n\n    if __name__ == "__main__":\n'
+            "        launch(...)\n",
+        )
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def module_path() -> list[str]:
+    """Where a rank shall look for modules: as here, and where that says "" it means this directory."""
+    return [entry or os.getcwd() for entry in sys.path]
+
+
+def check_count(name: str, got: object, most: int | None = None) -> None:
+    if not isinstance(got, int) or isinstance(got, bool) or got < 1 or (most is not None and got > most):
+        raise config_error(name, repr(got), "a whole number of at least 1" if most is None else f"1 to {most}")
+
+
+def check_seconds(name: str, got: object) -> None:
+    if not isinstance(got, (int, float)) or isinstance(got, bool) or not 0 < got < math.inf:
+        raise config_error(name, repr(got), "a finite number of seconds above 0")
