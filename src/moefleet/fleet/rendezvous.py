@@ -48,31 +48,105 @@ def resolve_store(bootstrap: BootstrapConfig) -> Any:
     )
 
 
-class Meeting:
-    """One gathering of all ranks, under a fleet id of its own, at which values are exchanged in steps.
+SLICE_S = 0.2
+"""How often a rank that waits for a new Fleet looks whether a running one has announced it."""
 
-    The store numbers the meetings: a rank's n-th meeting is everybody's n-th. One that failed is closed for good, and
-    a rank that comes to it late moves on to the next.
+
+class _Moved(Exception):
+    """This rank has joined a running Fleet while it waited at another meeting."""
+
+
+class Meeting:
+    """One gathering of all ranks, under a name of its own in the store, at which values are exchanged in steps.
+
+    The store numbers the fleets: a rank's n-th meeting is everybody's n-th. One that failed is closed for good, and a
+    rank that comes to it late moves on to the next. A running Fleet that changes its ranks meets under its own id and
+    the next generation (:meth:`next_generation`), and announces that to whoever is new: a process that comes to a
+    meeting finds the announcement, and joins there instead.
+
+    Attributes:
+        fleet_id, generation: the name.
+        incarnation: this process's identity.
+        store: what belongs to this meeting.
     """
 
     def __init__(self, bootstrap: BootstrapConfig) -> None:
-        self.bootstrap = bootstrap
-        self.rank, self.world_size = bootstrap.rank, bootstrap.world_size
-        self.incarnation = secrets.randbits(62) if bootstrap.incarnation is None else bootstrap.incarnation
-        root = resolve_store(bootstrap)
-        self._deadline = time.monotonic() + bootstrap.timeout_s
-        while True:
-            ticket = self._guard(root.add, f"moefleet/ticket/{self.rank}", 1)
+        self._start(bootstrap, resolve_store(bootstrap))
+        self._fresh = True
+        while not self._answer_announcement():
+            ticket = self._guard(self._root.add, f"moefleet/ticket/{self.rank}", 1)
             key = f"moefleet/fleet_of_ticket/{ticket}"
             if self.rank == 0:
-                number = self._guard(root.add, "moefleet/fleets", 1)
-                self._guard(root.set, key, str(number))
-            elif not self._wait(root, key):
-                raise self._late("the start of a Fleet", [0])
-            self.fleet_id = int(self._guard(root.get, key))
-            self.store = dist.PrefixStore(f"moefleet/{self.fleet_id}", root)
+                number = self._guard(self._root.add, "moefleet/fleets", 1)
+                self._guard(self._root.set, key, str(number))
+            else:
+                try:
+                    if not self._wait(self._root, key):
+                        raise self._late("the start of a Fleet", [0])
+                except _Moved:
+                    return
+            self._name(int(self._guard(self._root.get, key)), 0)
             if not self._guard(self.store.check, ["closed"]):
+                self._claim()
                 return
+
+    @classmethod
+    def next_generation(cls, before: Meeting, bootstrap: BootstrapConfig) -> Meeting:
+        """The meeting at which the ranks of ``before`` that stay meet those that are new, under the new bootstrap."""
+        meeting = cls.__new__(cls)
+        meeting._start(bootstrap, before._root if bootstrap.tcp_store is None else resolve_store(bootstrap))
+        meeting._name(before.fleet_id, before.generation + 1)
+        meeting._claim()
+        record = json.dumps([meeting.fleet_id, meeting.generation, meeting.world_size])
+        for rank in range(meeting.world_size):
+            meeting._guard(meeting._root.set, f"moefleet/join/{rank}", record)
+        return meeting
+
+    def _start(self, bootstrap: BootstrapConfig, root: Any) -> None:
+        self.bootstrap, self._root = bootstrap, root
+        self._fresh = False
+        self.rank, self.world_size = bootstrap.rank, bootstrap.world_size
+        self.incarnation = secrets.randbits(62) if bootstrap.incarnation is None else bootstrap.incarnation
+        self._deadline = time.monotonic() + bootstrap.timeout_s
+        self._tried: list[list[int]] = []
+
+    def _name(self, fleet_id: int, generation: int) -> None:
+        self.fleet_id, self.generation = fleet_id, generation
+        self.store = dist.PrefixStore(f"moefleet/{fleet_id}/{generation}", self._root)
+
+    def _claim(self) -> None:
+        if not self._try_claim(self.store):
+            raise config_error(
+                "BootstrapConfig.rank",
+                f"{self.rank}, which another process of this Fleet has taken",
+                "a rank of its own for each process",
+                "a process that replaces a rank must be announced by update_topology on the ranks that stay",
+            )
+
+    def _try_claim(self, store: Any) -> bool:
+        mine = str(self.incarnation)
+        return bool(self._guard(store.compare_set, f"member/{self.rank}", "", mine).decode() == mine)
+
+    def _announcement(self) -> list[int] | None:
+        """Fleet id, generation and world size of a running Fleet that calls for this rank; each is tried once."""
+        key = f"moefleet/join/{self.rank}"
+        if not self._guard(self._root.check, [key]):
+            return None
+        record: list[int] = json.loads(self._guard(self._root.get, key))
+        return None if record in self._tried or record[2] != self.world_size else record
+
+    def _answer_announcement(self) -> bool:
+        """Join a running Fleet that has announced this rank as new, unless somebody else has."""
+        record = self._announcement()
+        if record is None:
+            return False
+        self._tried.append(record)
+        elsewhere = dist.PrefixStore(f"moefleet/{record[0]}/{record[1]}", self._root)
+        if not self._try_claim(elsewhere):
+            return False
+        self._name(record[0], record[1])
+        self._fresh = False
+        return True
 
     def exchange(self, step: str, make: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Run ``make`` here, publish what it returns (JSON values), and return every rank's, in rank order.
@@ -89,24 +163,36 @@ class Meeting:
             mine = make()
         except Exception as error:
             failure, mine = error, {"error": f"{type(error).__name__}: {error}"}
-        self._guard(self.store.set, f"{step}/{self.rank}", json.dumps(mine))
-        if failure is not None:
+        if failure is None:
+            got = self._gather(step, json.dumps(mine))
+            while got is None:  # this rank was called to a running Fleet meanwhile
+                got = self._gather(step, json.dumps(mine))
+        else:
+            self._guard(self.store.set, f"{step}/{self.rank}", json.dumps(mine))
             self.close()
             raise failure
-        got = []
-        for peer in range(self.world_size):
-            key = f"{step}/{peer}"
-            if not self._wait(self.store, key):
-                self.close()
-                raise self._late(step, [r for r in range(self.world_size) if not self.store.check([f"{step}/{r}"])])
-            got.append(json.loads(self._guard(self.store.get, key)))
         for peer, value in enumerate(got):
             if "error" in value:
                 self.close()
                 raise MoEEpPeerError(
                     f"rank {peer} could not build the Fleet: {value['error']}", rank=peer, reason=value["error"]
                 )
+        self._fresh = False
         return got
+
+    def _gather(self, step: str, mine: str) -> list[dict[str, Any]] | None:
+        """Publish and read everybody's; ``None`` where this rank moved to another meeting."""
+        here, keys = self.store, [f"{step}/{peer}" for peer in range(self.world_size)]
+        self._guard(here.set, keys[self.rank], mine)
+        try:
+            for key in keys:
+                if not self._wait(here, key):
+                    self.close()
+                    raise self._late(step, [peer for peer, late in enumerate(keys) if not here.check([late])])
+        except _Moved:
+            self._guard(here.set, "closed", "1")
+            return None
+        return [json.loads(self._guard(here.get, key)) for key in keys]
 
     def close(self) -> None:
         """Mark this meeting as over, so that a rank that comes late does not join it."""
@@ -117,13 +203,18 @@ class Meeting:
         return max(0.01, self._deadline - time.monotonic())
 
     def _wait(self, store: Any, key: str) -> bool:
-        try:
-            store.wait([key], timedelta(seconds=self.remaining_s()))
-        except Exception:
-            if time.monotonic() >= self._deadline - 0.05:
-                return False
-            raise self._lost() from None
-        return True
+        """Whether the key came in time. A rank that is not sure yet where it belongs is also woken when announced."""
+        while (left := self._deadline - time.monotonic()) > 0:
+            step = min(left, SLICE_S) if self._fresh else left
+            try:
+                store.wait([key], timedelta(seconds=max(step, 0.001)))
+                return True
+            except Exception:
+                if time.monotonic() + 0.05 < self._deadline - left + step:
+                    raise self._lost() from None
+            if self._fresh and self._answer_announcement():
+                raise _Moved
+        return False
 
     def _guard(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
