@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class FleetSpec:
     """All that a transport builds a Fleet from: the caller's values, and the meeting at which ranks exchange theirs.
 
-    ``config`` is ``None`` where the caller gave a name only.
+    ``config`` is ``None`` where the caller gave a name only; ``backend`` is that name, also if it was "auto";
+    ``placement`` is ``None`` for contiguous blocks.
     """
 
     bootstrap: BootstrapConfig
@@ -36,6 +37,8 @@ class FleetSpec:
     knobs: tuple[FleetAlgoKnob, ...]
     config: CommConfig | None
     meeting: Meeting
+    backend: str = "auto"
+    placement: Placement | None = None
 
 
 class Handle(ABC):
@@ -116,7 +119,7 @@ class Fleet(ABC):
     def __init__(self, spec: FleetSpec) -> None:
         self.bootstrap = spec.bootstrap
         self.params = spec.params
-        self.placement = Placement.contiguous(spec.params.num_experts, spec.bootstrap.world_size)
+        self.placement = spec.placement or Placement.contiguous(spec.params.num_experts, spec.bootstrap.world_size)
         self.passed_over: dict[str, str] = {}
 
     @classmethod

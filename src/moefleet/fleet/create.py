@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..config import BootstrapConfig, CommConfig, FleetParams, resolve_device
 from ..errors import MoEEpConfigError, MoEEpNotBuiltError, config_error
 from ..knobs import FleetAlgoKnob
+from ..placement import Placement
 from .base import Fleet, FleetSpec
 from .limits import check_limits
 from .registry import available_backends, config_name, fleet_class, probe
@@ -48,23 +49,37 @@ def create_fleet(
         MoEEpTimeoutError: a rank did not come within ``bootstrap.timeout_s``.
     """
     name, config = config_name(backend)
-    meeting = Meeting(bootstrap)
-    hellos = meeting.exchange("hello", lambda: _hello(bootstrap, params, algo_knobs, name, config))
-    _check_agreement(hellos)
-    choice = _choose(name, hellos)
-    fleet = fleet_class(choice.name)(FleetSpec(bootstrap, params, tuple(algo_knobs), config, meeting))
+    wanted = FleetSpec(bootstrap, params, tuple(algo_knobs), config, Meeting(bootstrap), name)
+    spec, choice = agree(wanted)
+    fleet = fleet_class(choice.name)(spec)
     fleet.passed_over = choice.passed_over
-    log.info("fleet %d: %s", meeting.fleet_id, fleet.describe())
+    log.info("fleet %d: %s", spec.meeting.fleet_id, fleet.describe())
     return fleet
 
 
-def _hello(
-    bootstrap: BootstrapConfig,
-    params: FleetParams,
-    knobs: Sequence[FleetAlgoKnob],
-    name: str,
-    config: CommConfig | None,
-) -> dict[str, Any]:
+def agree(wanted: FleetSpec) -> tuple[FleetSpec, Choice]:
+    """Hold all ranks' wishes against each other at their meeting: the spec that all share, and the transport.
+
+    Raises:
+        MoEEpConfigError: ranks disagree; on all of them, with both values.
+        MoEEpNotBuiltError: no transport fits, with each one's reason.
+    """
+    hellos = wanted.meeting.exchange("hello", lambda: _hello(wanted))
+    _check_agreement(hellos)
+    # Only ranks that are members already know a placement; newcomers take it from them.
+    placements = [hello["placement"] for hello in hellos if hello["placement"] is not None]
+    for other in placements[1:]:
+        if other != placements[0]:
+            raise config_error("placement", f"{placements[0]} and {other}", "the same on all ranks")
+    placement = None
+    if placements:
+        slots, physical = placements[0]
+        placement = Placement(wanted.params.num_experts, tuple(slots), None if physical is None else tuple(physical))
+    return replace(wanted, placement=placement), _choose(wanted.backend, hellos)
+
+
+def _hello(wanted: FleetSpec) -> dict[str, Any]:
+    bootstrap, params, knobs, name = wanted.bootstrap, wanted.params, wanted.knobs, wanted.backend
     candidates = available_backends() if name == "auto" else (name,)
     offers = {}
     for candidate in candidates:
@@ -82,9 +97,10 @@ def _hello(
                 reason = str(error)
         offers[candidate] = {"reason": reason, "domain": capability.domain}
     sizes = {k: str(v) for k, v in asdict(params).items()}
-    agree = sizes | {"world_size": str(bootstrap.world_size), "backend": name, "config": str(config)}
-    agree["algo_knobs"] = str(sorted(map(repr, knobs)))
-    return {"agree": agree, "offers": offers}
+    equal = sizes | {"world_size": str(bootstrap.world_size), "backend": name, "config": str(wanted.config)}
+    equal["algo_knobs"] = str(sorted(map(repr, knobs)))
+    place = None if wanted.placement is None else [wanted.placement.slots_per_rank, wanted.placement.physical]
+    return {"agree": equal, "offers": offers, "placement": place}
 
 
 def _check_knobs(cls: type[Fleet], knobs: Sequence[FleetAlgoKnob]) -> None:

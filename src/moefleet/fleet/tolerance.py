@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
+from ..config import BootstrapConfig
 from ..errors import MoEEpFaultToleranceUnsupportedError, MoEEpRankEvictedError, config_error
-from ..knobs import FleetAlgoKnob, FleetAlgoKnobFaultTolerance
+from ..knobs import FleetAlgoKnob, FleetAlgoKnobFaultTolerance, FleetAlgoKnobTopologyCapacity
+from ..placement import Placement
 from ..substrate.faults import FaultState
 from .base import Fleet, FleetSpec
+from .create import agree
+from .rendezvous import Meeting
 
 
 def tolerance_of(spec: FleetSpec) -> FleetAlgoKnobFaultTolerance | None:
@@ -30,19 +35,36 @@ def capturing() -> bool:
 class FaultTolerantFleet(Fleet):
     """A Fleet that can go on without some of its ranks, where the knob asks for it.
 
-    Subclasses keep ``faults`` and fill in the three hooks.
+    Subclasses fill in the hooks.
 
     Attributes:
+        spec: what the Fleet was built from; its meeting is the one at which the present ranks met.
         tolerance: the knob in force, or ``None``.
-        faults: accusations and mask of this rank.
+        capacity: most ranks that it may grow to.
+        faults: accusations and mask of this rank; the subclass keeps it.
     """
 
-    knobs: ClassVar[frozenset[type[FleetAlgoKnob]]] = frozenset({FleetAlgoKnobFaultTolerance})
+    faults: FaultState
+    knobs: ClassVar[frozenset[type[FleetAlgoKnob]]] = frozenset(
+        {FleetAlgoKnobFaultTolerance, FleetAlgoKnobTopologyCapacity}
+    )
 
     def __init__(self, spec: FleetSpec) -> None:
         super().__init__(spec)
+        self.spec = spec
         self.tolerance = tolerance_of(spec)
-        self.faults = FaultState(self.bootstrap.rank, self.bootstrap.world_size, self.tolerance is not None)
+        self.capacity = spec.bootstrap.world_size
+        for knob in spec.knobs:
+            if isinstance(knob, FleetAlgoKnobTopologyCapacity):
+                self.capacity = knob.n
+
+    @abstractmethod
+    def _retopologise(self, meeting: Meeting, placement: Placement) -> None:
+        """Build what belongs to the meeting's ranks, go over to it, and let go of what there was."""
+
+    @abstractmethod
+    def _open_steps(self) -> int:
+        """Steps dispatched and not yet combined."""
 
     @abstractmethod
     def _look_for_deaths(self) -> None:
@@ -99,6 +121,51 @@ class FaultTolerantFleet(Fleet):
             )
         self.faults.adopt(self.faults.epoch, bits)
         self._mask_changed()
+
+    def update_topology(
+        self,
+        bootstrap: BootstrapConfig,
+        algo_knobs: Sequence[FleetAlgoKnob] = (),
+        *,
+        placement: Placement | None = None,
+    ) -> None:
+        """Go on with the ranks of ``bootstrap``: some removed, replaced by new processes, or added. For all of them.
+
+        Ranks that stay call this; a new process calls create_fleet with the parameters and knobs that the Fleet was
+        built with. Memory, sockets, masks, epochs and counters begin anew. Where it fails, the Fleet goes on as it was.
+
+        Args:
+            bootstrap: the new world size, and this rank in it.
+            algo_knobs: none: knobs stay what they were.
+            placement: where experts are from now on; ``None`` for contiguous blocks.
+
+        Raises:
+            MoEEpConfigError: more ranks than the capacity, an open step, or a rank that is taken.
+            MoEEpTimeoutError: a rank did not come within ``bootstrap.timeout_s``.
+        """
+        self._guard("update_topology", "it makes new memory, which a captured graph does not know")
+        self.require_member()
+        self._require_idle("update_topology")
+        if algo_knobs:
+            raise config_error("update_topology: algo_knobs", list(algo_knobs), "none", "knobs belong to create_fleet")
+        if bootstrap.world_size > self.capacity:
+            raise config_error(
+                "update_topology: bootstrap.world_size",
+                bootstrap.world_size,
+                f"at most the capacity, {self.capacity}",
+                "give FleetAlgoKnobTopologyCapacity(n) at construction",
+            )
+        if placement is not None and placement.world_size != bootstrap.world_size:
+            raise config_error("update_topology: placement", f"{placement.world_size} ranks", f"{bootstrap.world_size}")
+        where = placement or Placement.contiguous(self.params.num_experts, bootstrap.world_size)
+        meeting = Meeting.next_generation(self.spec.meeting, bootstrap)
+        spec, _ = agree(replace(self.spec, bootstrap=bootstrap, meeting=meeting, placement=where, backend=self.name))
+        self._retopologise(meeting, where)
+        self.spec = spec
+
+    def _require_idle(self, call: str) -> None:
+        if count := self._open_steps():
+            raise config_error(call, f"{count} open steps", "none", "combine or destroy the handles first")
 
     def _guard(self, call: str, why_not_captured: str) -> None:
         if self.tolerance is None:

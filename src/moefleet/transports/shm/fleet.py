@@ -13,18 +13,17 @@ from ...errors import MoEEpError
 from ...fleet.base import FleetSpec
 from ...fleet.limits import Limits
 from ...fleet.registry import Capability, register_fleet
+from ...fleet.rendezvous import Meeting
 from ...fleet.tolerance import FaultTolerantFleet
 from ...knobs import HandleAlgoKnob
+from ...placement import Placement
 from ...substrate.control import MAX_RANKS
 from ...substrate.futex import unsupported_reason
-from ...substrate.group import HostGroup
 from ...substrate.rowtypes import DTYPES
 from ...substrate.sockets import namespace_id
 from ...tensors import HandleParams
-from .buffers import Buffers
 from .handle import ShmHandle
-from .layout import SegmentLayout
-from .steps import Steps
+from .topology import Topology
 
 FEATURES = frozenset({"halves", "combine_buffer", "fault_tolerance"})
 DEFAULT_SILENCE_MS = 2000
@@ -54,32 +53,29 @@ class ShmFleet(FaultTolerantFleet):
 
     def __init__(self, spec: FleetSpec) -> None:
         super().__init__(spec)
-        params, rank, world = self.params, self.bootstrap.rank, self.bootstrap.world_size
-        knob = self.tolerance
-        config = spec.config if isinstance(spec.config, ShmConfig) else ShmConfig()
-        self.layout = SegmentLayout.of(params, world)
-        self.group = HostGroup(
-            rank,
-            world,
-            size=self.layout.size,
-            align=self.layout.align,
-            exchange=spec.meeting.exchange,
-            incarnation=spec.meeting.incarnation,
-            spin_s=None if config.spin_us is None else config.spin_us * 1e-6,
-            timeout_s=self.bootstrap.timeout_s,
-            silence_s=self.bootstrap.timeout_s if knob is None else (knob.timeout_ms or DEFAULT_SILENCE_MS) / 1000,
-            faults=self.faults,
-        )
-        self.steps = Steps(self.group, self.faults)
-        self.buffers = Buffers.over(self.group, self.layout, params, self.placement.num_local(rank))
         self.device = torch.device("cpu")
-        self.row_dtypes = DTYPES[params.dtype_bytes]
-        # Entry -1, for id -1, is the last one.
-        self.local_table = np.append(self.placement.local_table(rank).numpy(), -1)
-        self.all_owner_table = np.append(self.placement.owner_table.numpy(), -1)
-        self.owner_table = self.all_owner_table
-        self.rows_received = np.zeros(world, np.int64)
+        self.row_dtypes = DTYPES[self.params.dtype_bytes]
+        self._enter(self._build(spec.meeting, self.placement))
+
+    def _build(self, meeting: Meeting, placement: Placement) -> Topology:
+        config = self.spec.config if isinstance(self.spec.config, ShmConfig) else ShmConfig()
+        silence_ms = None if self.tolerance is None else self.tolerance.timeout_ms or DEFAULT_SILENCE_MS
+        return Topology.build(meeting, self.params, placement, config, silence_ms)
+
+    def _enter(self, topology: Topology) -> None:
+        """From now on steps run over this topology."""
+        self.topology = topology
+        self.bootstrap, self.placement = topology.bootstrap, topology.placement
+        self.faults, self.group, self.steps = topology.faults, topology.group, topology.steps
+        self.buffers, self.local_table = topology.buffers, topology.local_table
+        self.all_owner_table = self.owner_table = topology.owner_table
+        self.rows_received = np.zeros(self.bootstrap.world_size, np.int64)
         self.failed_steps = 0
+
+    def _retopologise(self, meeting: Meeting, placement: Placement) -> None:
+        old = self.group
+        self._enter(self._build(meeting, placement))
+        old.close()
 
     def create_handle(self, params: HandleParams, algo_knobs: Sequence[HandleAlgoKnob] = ()) -> ShmHandle:
         self.require_alive()
@@ -89,12 +85,14 @@ class ShmFleet(FaultTolerantFleet):
     def destroy(self) -> None:
         self.group.close()
 
+    def _open_steps(self) -> int:
+        return self.steps.open_count
+
     def _look_for_deaths(self) -> None:
         self.group.waiter.look_for_deaths()
 
     def _mask_changed(self) -> None:
-        active = np.append(np.array(self.faults.active(), bool), False)  # entry -1: nobody
-        self.owner_table = np.where(active[self.all_owner_table], self.all_owner_table, -1)
+        self.owner_table = self.topology.live_owner_table()
 
     def stats(self) -> dict[str, Any]:
         """``steps`` begun, ``failed_steps``, ``rows_received`` and ``waited_s`` per peer, all since construction."""

@@ -20,8 +20,8 @@ class Steps:
     reading; it finds that out by :meth:`overtaken`.
     """
 
-    def __init__(self, group: HostGroup, faults: FaultState) -> None:
-        self._group, self._faults = group, faults
+    def __init__(self, group: HostGroup, faults: FaultState, generation: int) -> None:
+        self._group, self._faults, self._generation = group, faults, generation
         self._last = 0
         self._open: set[int] = set()
         self._spoiled = [0] * SETS
@@ -30,6 +30,11 @@ class Steps:
     def last(self) -> int:
         """Number of the last step begun; 0 before the first."""
         return self._last
+
+    @property
+    def open_count(self) -> int:
+        """Steps dispatched and not yet combined."""
+        return len(self._open)
 
     @property
     def blocked(self) -> bool:
@@ -70,7 +75,7 @@ class Steps:
         self._commit(Header(0, 0, step, operation, tokens, topk, dtype))
 
     def _commit(self, header: Header) -> None:
-        header = header._replace(round=self._faults.epoch, mask=self._faults.trusted)
+        header = header._replace(generation=self._generation, round=self._faults.epoch, mask=self._faults.trusted)
         header.write(self._group.memory, self._offset(self._group.rank, header.operation, header.step))
         self._group.commit(header.operation, header.step)
 
