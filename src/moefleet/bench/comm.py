@@ -1,0 +1,170 @@
+"""The run: every case on one set of ranks, every candidate of a case in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+
+from ..config import BootstrapConfig
+from ..errors import (
+    MoEEpError,
+    MoEEpNotBuiltError,
+    MoEEpPeerError,
+    MoEEpTimeoutError,
+    MoEEpUnknownBackendError,
+    config_error,
+)
+from ..fleet import available_backends, probe
+from ..launch import RankPool
+from . import cpu
+from .cases import CommCase
+
+
+@dataclass(frozen=True)
+class CommPlan:
+    """What to run.
+
+    Args:
+        cases: all with the same ``world``.
+        transports: names, in the order of the report; empty means all that are registered, then gloo-raw.
+        steps: timed steps of a candidate in each round; warmup: untimed ones before them.
+        rounds: how often the candidates of a case take turns.
+        validate: compare every transport's output with the reference, before and after the timed steps.
+        threads: of each rank; ``None`` divides the cores.
+        timeout_s: for each call on the ranks: opening a case, or one round of it.
+
+    Raises:
+        MoEEpConfigError: a value is out of range.
+    """
+
+    cases: Sequence[CommCase]
+    transports: Sequence[str] = ()
+    steps: int = 10
+    warmup: int = 2
+    rounds: int = 10
+    validate: bool = False
+    threads: int | None = None
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("warmup", 0), ("rounds", 1)):
+            if getattr(self, name) < least:
+                raise config_error(name, getattr(self, name), f"at least {least}")
+
+    @property
+    def ticks(self) -> int:
+        """How often :func:`measure` reports progress."""
+        return len(self.cases) * (self.rounds + 1)
+
+
+@dataclass
+class CaseResult:
+    """What one case gave.
+
+    Attributes:
+        seconds: per candidate ``[rounds * steps, 3]``: the slowest rank's time of each step, a column per phase.
+        left_out: per candidate that cannot run this case, the reason.
+        errors: per transport the largest error in multiples of what is allowed; empty unless validated.
+    """
+
+    case: CommCase
+    seconds: dict[str, npt.NDArray[np.float64]]
+    left_out: dict[str, str]
+    errors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def wrong(self) -> dict[str, float]:
+        """The transports whose output was wrong, and by how much."""
+        return {name: error for name, error in self.errors.items() if not error <= 1}
+
+
+def measure(plan: CommPlan, on_tick: Callable[[CommCase], None] = lambda case: None) -> Iterator[CaseResult]:
+    """Run all cases on one set of ranks.
+
+    Raises:
+        MoEEpNotBuiltError: a case that no candidate can run.
+        MoEEpError: what a rank raised.
+    """
+    who = [candidates_for(case, plan.transports) for case in plan.cases]
+    with RankPool(plan.cases[0].world, threads_per_rank=plan.threads) as pool:
+        for case, (names, left_out) in zip(plan.cases, who):
+            yield _measure_case(plan, case, names, left_out, pool, on_tick)
+
+
+def candidates_for(case: CommCase, wanted: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
+    """The candidates that can run a case, and for the others the reason why not.
+
+    Raises:
+        MoEEpUnknownBackendError: a name that nobody has registered.
+        MoEEpNotBuiltError: there is none.
+    """
+    names, left_out = [], {}
+    known = (*available_backends(), cpu.GLOO_RAW)
+    for name in wanted or known:
+        if name not in known:
+            raise config_error("transport", repr(name), ", ".join(known), cls=MoEEpUnknownBackendError)
+        reason = _why_not(name, case)
+        if reason:
+            left_out[name] = reason
+        else:
+            names.append(name)
+    if not names:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        raise MoEEpNotBuiltError(f"nothing here can run {case.layout.value} on {case.world} ranks: {reasons}")
+    return names, left_out
+
+
+def _why_not(name: str, case: CommCase) -> str:
+    if name == cpu.GLOO_RAW:
+        return "" if dist.is_gloo_available() else "this build of torch has no gloo"
+    return probe(name, BootstrapConfig(case.world, 0, device="cpu"), case.params).reason
+
+
+def _measure_case(
+    plan: CommPlan,
+    case: CommCase,
+    names: list[str],
+    left_out: dict[str, str],
+    pool: RankPool,
+    on_tick: Callable[[CommCase], None],
+) -> CaseResult:
+    def on_ranks(fn: Callable[..., Any], *args: Any) -> list[Any]:
+        return _values(pool.run(fn, *args, timeout_s=plan.timeout_s))
+
+    on_ranks(cpu.open_case, case, names, plan.timeout_s)
+    errors = on_ranks(cpu.prepare, plan.validate)
+    on_tick(case)
+    rounds = []
+    for number in range(plan.rounds):
+        rounds.append(on_ranks(cpu.run_round, number, plan.warmup, plan.steps))
+        on_tick(case)
+    if plan.validate:
+        errors += on_ranks(cpu.prepare, True)
+    on_ranks(cpu.close_case)
+    seconds = {
+        name: np.concatenate([np.max([rank[name] for rank in ranks], axis=0) for ranks in rounds]) for name in names
+    }
+    worst = {name: max(error[name] for error in errors) for name in errors[0]}
+    return CaseResult(case, seconds, left_out, worst)
+
+
+def _values(results: Sequence[Any]) -> list[Any]:
+    """What the ranks returned, or the error behind all errors: a rank's own before those of its peers."""
+    failed = [result.error for result in results if result.error is not None]
+    if failed:
+        raise min(failed, key=_distance)
+    return [result.value for result in results]
+
+
+def _distance(error: Exception) -> int:
+    """How far an error is from the cause."""
+    if isinstance(error, (MoEEpPeerError, MoEEpTimeoutError)):
+        return 1
+    if isinstance(error, MoEEpError):
+        return 0
+    return 2 if isinstance(error, RuntimeError) else 0  # gloo says so where a peer has left

@@ -1,0 +1,228 @@
+"""A model's experts over a Fleet: each rank keeps its share and computes it for all ranks' tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from ...config import (
+    BootstrapConfig,
+    CommConfig,
+    EpAlgorithm,
+    EpLayout,
+    FleetParams,
+    GroupedGemmConfig,
+    SplitConfig,
+)
+from ...errors import MoEEpError, config_error
+from ...knobs import FleetAlgoKnob
+from ...layer import Fleet, MoEEpLayer
+from ...placement import Placement
+from ...tensors import MoEEpTensors
+from .experts import Experts, find_experts
+
+EXPERTS_FUNCTION = "moefleet"
+"""Name of :func:`experts_forward` in transformers' ``ALL_EXPERTS_FUNCTIONS``."""
+
+LAYER = "moefleet_layer"
+"""Where an experts module keeps its :class:`~moefleet.MoEEpLayer`."""
+
+
+def expert_parallel(
+    model: nn.Module,
+    bootstrap: BootstrapConfig,
+    *,
+    max_tokens_per_rank: int,
+    layout: EpLayout | None = None,
+    backend: str | CommConfig = "auto",
+    fleet_knobs: Sequence[FleetAlgoKnob] = (),
+    topk: int | None = None,
+) -> ExpertParallel:
+    """Spread the experts of all MoE blocks of ``model`` over the ranks. Blocks until all ranks have called it.
+
+    The model is changed in place: of each block's experts this rank keeps its own, the others are freed; attention,
+    routers and shared experts stay as they are, whole on every rank. All blocks share one Fleet. From then on the
+    model's forward is a collective: see :class:`ExpertParallel`. For inference only, no gradient passes the experts.
+
+    Args:
+        model: a transformers model with its weights loaded, the same on all ranks.
+        bootstrap: this rank and its group. ``device=None`` means the device of the experts.
+        max_tokens_per_rank: ``M``, the most tokens (batch times sequence) of one forward on one rank.
+        layout: ``None`` (EXPERT_MAJOR) or RANK_MAJOR for low latency, FLAT for high throughput.
+        backend: ``"auto"``, a transport's name, or its config.
+        fleet_knobs: options of the Fleet.
+        topk: ``K``, experts per token; ``None`` reads ``num_experts_per_tok`` from the model's config.
+
+    Raises:
+        MoEEpConfigError: experts that moefleet cannot compute, or a bad value; the model is unchanged.
+        MoEEpError: see :func:`moefleet.create_fleet`; the model has lost weights and must be loaded anew.
+    """
+    blocks = find_experts(model)
+    num_experts, hidden, dtype, device = blocks[0].form
+    params = FleetParams(
+        num_experts,
+        max_tokens_per_rank,
+        hidden,
+        dtype_bytes=dtype.itemsize,
+        algorithm=EpAlgorithm.HIGH_THROUGHPUT if layout is EpLayout.FLAT else EpAlgorithm.LOW_LATENCY,
+        layout=layout,
+        max_topk=_topk(blocks[0], topk),
+    )
+    bootstrap = replace(bootstrap, device=_device(bootstrap, device))
+    own = Placement.contiguous(num_experts, bootstrap.world_size).experts_of(bootstrap.rank)
+
+    layers: dict[str, MoEEpLayer] = {}
+    fleet: Fleet | None = None
+    try:
+        for block in blocks:
+            split = SplitConfig(backend, GroupedGemmConfig(block.activation))
+            # The first layer builds the Fleet and gives it back in the end, the others share it.
+            layer = MoEEpLayer(bootstrap, params, block.take_share(own), fleet_knobs, split, fleet=fleet)
+            layers[block.name], fleet = layer, layer.fleet
+    except BaseException:
+        if fleet is not None:
+            fleet.destroy()
+        raise
+    for block in blocks:
+        _attach(block.module, layers[block.name])
+    return ExpertParallel(model, layers, dtype)
+
+
+class ExpertParallel:
+    """What holds a model's spread experts: close it when the model is no longer used.
+
+    All ranks run the same number of forwards, each with its own batch, also when a rank has nothing to do: it calls
+    :meth:`idle_step` then, or the others wait for it until the bootstrap's timeout.
+
+    Attributes:
+        model: the model, changed in place.
+        layers: the MoE layer of each block, by the name of its experts module, in the order of the model.
+    """
+
+    def __init__(self, model: nn.Module, layers: dict[str, MoEEpLayer], dtype: torch.dtype) -> None:
+        self.model, self.layers = model, layers
+        self._destroyed = False
+        fleet = self.fleet
+        device, topk = fleet.bootstrap.device, fleet.params.max_topk
+        self._nothing = MoEEpTensors(
+            torch.empty(0, fleet.params.token_hidden_size, dtype=dtype, device=device),
+            torch.empty(0, topk, dtype=torch.int64, device=device),
+            torch.empty(0, topk, device=device),
+        )
+
+    @property
+    def fleet(self) -> Fleet:
+        """The one Fleet of all blocks."""
+        return next(iter(self.layers.values())).fleet
+
+    @property
+    def rank(self) -> int:
+        """This rank inside its group."""
+        return self.fleet.bootstrap.rank
+
+    @property
+    def world_size(self) -> int:
+        """``W``: ranks in the group."""
+        return self.fleet.bootstrap.world_size
+
+    def idle_step(self) -> None:
+        """Take part in one forward of the other ranks without tokens of one's own: every block, no attention.
+
+        Blocks run in the order of the model's modules, which in the models of transformers is that of a forward.
+
+        Raises:
+            MoEEpError: after :meth:`destroy`; see :meth:`moefleet.MoEEpLayer.forward` for the rest.
+        """
+        if self._destroyed:
+            raise _destroyed()
+        for layer in self.layers.values():
+            layer(self._nothing)
+
+    def destroy(self) -> None:
+        """Give the Fleet and this rank's experts back. Idempotent; the model raises from then on."""
+        if self._destroyed:
+            return
+        self._destroyed = True
+        for name, layer in self.layers.items():
+            setattr(self.model.get_submodule(name), LAYER, None)
+            layer.destroy()
+            layer.weights = None
+
+    def __enter__(self) -> ExpertParallel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.destroy()
+
+    def __repr__(self) -> str:
+        what = "destroyed" if self._destroyed else self.fleet.describe()
+        return f"ExpertParallel({len(self.layers)} MoE blocks of {type(self.model).__name__}; {what})"
+
+
+def experts_forward(
+    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """What transformers calls in place of the experts' own forward.
+
+    Args:
+        module: an experts module that :func:`expert_parallel` has changed.
+        hidden_states: ``[T, H]`` in the experts' dtype.
+        top_k_index: ``[T, K]`` int32 or int64.
+        top_k_weights: ``[T, K]``, float32 or the model's dtype; sums are float32 either way.
+
+    Returns:
+        ``[T, H]``.
+
+    Raises:
+        MoEEpError: the module's :class:`ExpertParallel` was destroyed.
+        MoEEpConfigError: a gradient is asked for; ``T > M`` and others, see :meth:`moefleet.MoEEpLayer.forward`.
+    """
+    layer = getattr(module, LAYER, None)
+    if layer is None:
+        raise _destroyed()
+    if hidden_states.requires_grad and torch.is_grad_enabled():
+        raise config_error(
+            "hidden_states", "a tensor that requires a gradient", "inference", "run the model under torch.no_grad()"
+        )
+    result: torch.Tensor = layer(MoEEpTensors(hidden_states, top_k_index, top_k_weights))
+    return result
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_FUNCTION, experts_forward)
+
+
+def _attach(module: nn.Module, layer: MoEEpLayer) -> None:
+    """Let the module run over this layer. Its config is copied, as other models may share it."""
+    setattr(module, LAYER, layer)
+    config = copy.copy(module.config)
+    config._experts_implementation_internal = EXPERTS_FUNCTION  # type: ignore[union-attr]
+    module.config = config
+
+
+def _topk(block: Experts, given: int | None) -> int:
+    topk = getattr(block.module.config, "num_experts_per_tok", None) if given is None else given
+    if not isinstance(topk, int) or topk < 1:
+        raise config_error("topk", repr(topk), "at least 1", "say how many experts a token goes to: topk=...")
+    return topk
+
+
+def _device(bootstrap: BootstrapConfig, device: torch.device) -> torch.device:
+    if bootstrap.device is None:
+        return device
+    wanted = torch.device(bootstrap.device)
+    if wanted.type != device.type or (wanted.index is not None and wanted.index != device.index):
+        raise config_error("bootstrap.device", str(wanted), f"the experts' {device}", "move the model there first")
+    return device
+
+
+def _destroyed() -> MoEEpError:
+    return MoEEpError(
+        "this model's ExpertParallel was destroyed, and with it this rank's experts; "
+        "load the model anew and call expert_parallel"
+    )
