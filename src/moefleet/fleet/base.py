@@ -102,6 +102,12 @@ class Handle(ABC):
         self.destroy()
 
 
+def row_bytes(params: FleetParams, *, there: Sequence[int], back: Sequence[int]) -> list[int]:
+    """``[W]`` bytes of the rows that went one way in dispatch (``there`` ``[W]``) and in combine (``back`` ``[W]``)."""
+    row = params.token_hidden_size * params.dtype_bytes
+    return [n * (row + params.scale_bytes_per_token) + m * row for n, m in zip(there, back, strict=True)]
+
+
 class Fleet(ABC):
     """A long-lived group of ranks with its buffers. Build one with :func:`moefleet.create_fleet`.
 
@@ -151,7 +157,30 @@ class Fleet(ABC):
         """Give everything back: explicit, idempotent, safe after any failure; never waits for a peer."""
 
     def stats(self) -> dict[str, Any]:
-        """Counters since construction. Keys depend on the transport; every transport has ``steps``."""
+        """What this rank did since construction, or since the last ``update_topology``. Any thread may ask.
+
+        ===================== ============ ========================================================================
+        key                   value        meaning
+        ===================== ============ ========================================================================
+        ``steps``             int          steps begun, failed ones included
+        ``failed_steps``      int          steps that this rank gave up, for a mistake of its own or of a peer
+        ``tokens``            int          tokens that this rank brought
+        ``tokens_per_expert`` ``[L]`` int  rows that each local expert was given: one for each token that chose it;
+                                           where a token names it twice, one in EXPERT_MAJOR, two elsewhere
+        ``rows_received``     ``[W]`` int  tokens of each rank that this one took, each once, however many of its
+                                           experts are here
+        ``rows_sent``         ``[W]`` int  tokens of this rank that each rank took and sent back
+        ``bytes_received``    ``[W]`` int  bytes of these rows there and back, with their scales
+        ``bytes_sent``        ``[W]`` int  the same
+        ``waited_s``          ``[W]``      seconds spent waiting for each rank, for several at once counted for each;
+                              float        ``None`` where the transport cannot tell
+        ``bad_ids``           int          ids out of range that counted as -1; on a CPU they raise, so 0
+        ===================== ============ ========================================================================
+
+        Lists are Python lists. ``[W]`` has an entry for each rank; that of this rank is about rows that stayed. Every
+        transport of ours has all keys and may add its own; a Fleet from elsewhere may lack some. After ``destroy`` the
+        last counts are given, or MoEEpError is raised.
+        """
         return {}
 
     @property

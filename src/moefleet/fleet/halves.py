@@ -112,7 +112,7 @@ class HalvesHandle(Handle, Generic[F, S]):
         try:
             self._read(params, knobs)
         except MoEEpConfigError as error:
-            fleet.steps.fail_next(error)
+            self._fail_next(error)
             raise
 
     @abstractmethod
@@ -151,7 +151,7 @@ class HalvesHandle(Handle, Generic[F, S]):
                 )
             self._read(params, algo_knobs)
         except MoEEpConfigError as error:
-            self._fleet.steps.fail_next(error)
+            self._fail_next(error)
             raise
 
     def dispatch(self, params: DispatchInputParams) -> DispatchOutput:
@@ -163,7 +163,7 @@ class HalvesHandle(Handle, Generic[F, S]):
         try:
             tokens, scales = self._check_input(params)
         except MoEEpConfigError as error:
-            self._fleet.steps.fail_next(error)
+            self._fail_next(error)
             raise
         step = self._fleet.steps.begin()
         self._open = self._open_step(step, tokens.dtype, None if scales is None else scales.dtype)
@@ -217,6 +217,7 @@ class HalvesHandle(Handle, Generic[F, S]):
 
     def destroy(self) -> None:
         if self._open is not None:
+            self._fleet.failed_steps += 1
             self._fleet.steps.fail(self._open.step, "its handle was destroyed before the step was combined")
             self._open = None
         self._phase = Phase.DESTROYED
@@ -228,27 +229,34 @@ class HalvesHandle(Handle, Generic[F, S]):
             self._fleet.steps.fail(self._open.step, error)
         self._open, self._phase = None, Phase.IDLE
 
+    def _fail_next(self, error: BaseException) -> None:
+        self._fleet.failed_steps += 1
+        self._fleet.steps.fail_next(error)
+
     def _read(self, params: HandleParams, knobs: Sequence[HandleAlgoKnob]) -> None:
         fleet = self._fleet
         ids = check_topk_ids(params.topk_ids, fleet.params, fleet.device)
+        given, split, expected_rows = self._given_weights, self._split, self._expected_rows
         for knob in knobs:
             match knob:
                 case HandleAlgoKnobTopKWeights(weights):
-                    self._given_weights = weights
+                    given = weights
                 case HandleAlgoKnobSplitOperation():
-                    self._split = True
+                    split = True
                 case HandleAlgoKnobNumReceivedTokens(target):
-                    self._expected_rows = target
+                    expected_rows = target
                 case _:
                     self._honour(knob)
-        if self._given_weights is None:
+        if given is None:
             raise config_error(
                 "algo_knobs",
                 "no HandleAlgoKnobTopKWeights",
                 "routing weights [T, K] at creation, in every layout",
                 "pass algo_knobs=[HandleAlgoKnobTopKWeights(weights)]",
             )
-        weights = check_topk_weights(self._given_weights, ids)
+        weights = check_topk_weights(given, ids)
+        # Only now, so that a refused update changes nothing.
+        self._given_weights, self._split, self._expected_rows = given, split, expected_rows
         self._shape = ids.shape
         self._snapshot(ids.detach(), weights.detach())
 

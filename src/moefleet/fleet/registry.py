@@ -15,7 +15,7 @@ from .limits import Limits, check_limits
 
 ENTRY_POINT_GROUP = "moefleet.transports"
 
-BUILT_IN = {"shm": "moefleet.transports.shm"}
+BUILT_IN = {name: f"moefleet.transports.{name}" for name in ("nvlink", "shm", "torch_dist")}
 """Our own transports, imported when they are first asked for; each module registers its Fleet."""
 
 PREFERENCE = ("nvlink", "nccl_ep", "nixl_ep", "shm", "torch_dist")

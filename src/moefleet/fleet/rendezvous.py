@@ -48,8 +48,8 @@ def resolve_store(bootstrap: BootstrapConfig) -> Any:
     )
 
 
-SLICE_S = 0.2
-"""How often a rank that waits for a new Fleet looks whether a running one has announced it."""
+LONGEST_PAUSE_S = 0.02
+"""Between two looks of a rank that waits for a new Fleet, or for a running one to announce it."""
 
 
 class _Moved(Exception):
@@ -59,8 +59,8 @@ class _Moved(Exception):
 class Meeting:
     """One gathering of all ranks, under a name of its own in the store, at which values are exchanged in steps.
 
-    The store numbers the fleets: a rank's n-th meeting is everybody's n-th. One that failed is closed for good, and a
-    rank that comes to it late moves on to the next. A running Fleet that changes its ranks meets under its own id and
+    The store numbers the fleets: a rank's n-th meeting is everybody's n-th. One that a rank missed is closed for good,
+    and whoever comes to it late moves on to the next. A running Fleet that changes its ranks meets under its own id and
     the next generation (:meth:`next_generation`), and announces that to whoever is new: a process that comes to a
     meeting finds the announcement, and joins there instead.
 
@@ -168,15 +168,9 @@ class Meeting:
             while got is None:  # this rank was called to a running Fleet meanwhile
                 got = self._gather(step, json.dumps(mine))
         else:
+            # The meeting stays open: a rank that comes later must learn of this, too, not wait for the next one.
             self._guard(self.store.set, f"{step}/{self.rank}", json.dumps(mine))
-            self.close()
             raise failure
-        for peer, value in enumerate(got):
-            if "error" in value:
-                self.close()
-                raise MoEEpPeerError(
-                    f"rank {peer} could not build the Fleet: {value['error']}", rank=peer, reason=value["error"]
-                )
         self._fresh = False
         return got
 
@@ -184,15 +178,21 @@ class Meeting:
         """Publish and read everybody's; ``None`` where this rank moved to another meeting."""
         here, keys = self.store, [f"{step}/{peer}" for peer in range(self.world_size)]
         self._guard(here.set, keys[self.rank], mine)
+        got = []
         try:
-            for key in keys:
+            for peer, key in enumerate(keys):
                 if not self._wait(here, key):
                     self.close()
                     raise self._late(step, [peer for peer, late in enumerate(keys) if not here.check([late])])
+                value = json.loads(self._guard(here.get, key))
+                if "error" in value:
+                    error = value["error"]
+                    raise MoEEpPeerError(f"rank {peer} could not build the Fleet: {error}", rank=peer, reason=error)
+                got.append(value)
         except _Moved:
             self._guard(here.set, "closed", "1")
             return None
-        return [json.loads(self._guard(here.get, key)) for key in keys]
+        return got
 
     def close(self) -> None:
         """Mark this meeting as over, so that a rank that comes late does not join it."""
@@ -203,18 +203,24 @@ class Meeting:
         return max(0.01, self._deadline - time.monotonic())
 
     def _wait(self, store: Any, key: str) -> bool:
-        """Whether the key came in time. A rank that is not sure yet where it belongs is also woken when announced."""
-        while (left := self._deadline - time.monotonic()) > 0:
-            step = min(left, SLICE_S) if self._fresh else left
-            try:
-                store.wait([key], timedelta(seconds=max(step, 0.001)))
+        """Whether the key came in time. A rank that is not sure yet where it belongs also looks for announcements."""
+        pause = 0.001
+        while self._fresh and time.monotonic() < self._deadline:
+            if self._guard(store.check, [key]):
                 return True
-            except Exception:
-                if time.monotonic() + 0.05 < self._deadline - left + step:
-                    raise self._lost() from None
-            if self._fresh and self._answer_announcement():
+            if self._answer_announcement():
                 raise _Moved
-        return False
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        if self._fresh:
+            return False
+        try:
+            store.wait([key], timedelta(seconds=self.remaining_s()))
+        except Exception:
+            if time.monotonic() >= self._deadline - 0.05:
+                return False
+            raise self._lost() from None
+        return True
 
     def _guard(self, call: Callable[..., Any], *args: Any) -> Any:
         try:

@@ -80,15 +80,14 @@ class Brought(Protocol):
 
 def check_same(brought: Sequence[Brought], rank: int, code: int) -> None:
     """Raise MoEEpPeerError unless all ranks bring rows of one type (``code`` is this rank's) and the same K."""
-    mine = brought[rank]
+    topk = brought[rank].topk
     for peer, each in enumerate(brought):
-        for what, theirs, ours in (
-            ("K", f"K = {each.topk}", f"K = {mine.topk}"),
-            ("row type", code_name(each.dtype), code_name(code)),
-        ):
-            if theirs != ours:
-                raise MoEEpPeerError(
-                    f"rank {peer} brought {theirs} to step {each.step}, this rank {ours}; a step has one {what}",
-                    rank=peer,
-                    reason=theirs,
-                )
+        if each.topk == topk and each.dtype == code:
+            continue
+        theirs = f"K = {each.topk} and {code_name(each.dtype)}"
+        raise MoEEpPeerError(
+            f"rank {peer} brought {theirs} to step {each.step}, this rank K = {topk} and {code_name(code)}; "
+            "a step has one K and one row type",
+            rank=peer,
+            reason=theirs,
+        )

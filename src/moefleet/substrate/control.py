@@ -27,6 +27,7 @@ class Word(enum.IntEnum):
     WAITING_ON = 7  # rank + 1 while asleep, 0 otherwise
     WAITING_STEP = 8
     WAITING_OPERATION = 9
+    FAILED = 10  # and 11, one for each set: 4 * step + the first phase of it that this rank gave up, 0 before any
 
 
 MAGIC = 0x6D6F65666C656574  # "moefleet"

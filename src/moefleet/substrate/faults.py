@@ -13,6 +13,7 @@ class FaultState:
     Attributes:
         rank, world_size: this rank in the group.
         tolerant: whether a missing peer ends a wait (it is accused) or raises.
+        everybody: all ranks, as bits.
         epoch: number of the last decision adopted.
         mask: the mask in force, as bits: bit ``r`` set where rank ``r`` is active.
         accused: ranks that this one gave up on, as bits.
@@ -27,10 +28,11 @@ class FaultState:
     accused: int = 0
     behind: bool = False
     evicted: bool = False
-    mask: int = field(default=0)
+    everybody: int = field(init=False)
+    mask: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.mask = (1 << self.world_size) - 1
+        self.everybody = self.mask = (1 << self.world_size) - 1
 
     @property
     def trusted(self) -> int:

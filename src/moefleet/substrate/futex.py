@@ -10,6 +10,7 @@ import ctypes
 import os
 import platform
 import sys
+import threading
 
 from ..errors import MoEEpArchError, MoEEpTransportError
 
@@ -70,7 +71,17 @@ def _nothing() -> None:
     return
 
 
+_never_held = threading.Lock()
+
+
+def _locked_instruction() -> None:
+    with _never_held:
+        pass
+
+
 fence = _nothing if _is_tso() else _membarrier
+full_fence = _locked_instruction if _is_tso() else _membarrier
+"""Also keeps a load behind an earlier store, which x86-64 does only across a locked instruction."""
 
 
 def futex_wait(address: int, expected: int, timeout_s: float) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,3 +59,14 @@ def weighted_sum_bags(table: torch.Tensor, rows: Ints, weight: np.ndarray, bag: 
             source, picked = table.index_select(0, picked).float(), torch.arange(hi - lo)
         sums = torch.embedding_bag(source, picked, edges[first : last + 1] - lo, False, 0, False, weights[lo:hi], True)
         out[first:last] = sums[0]
+
+
+class Movements(NamedTuple):
+    """These functions as a value: there is another set for GPUs, see ``device_gather.py``."""
+
+    gather_blocks: Callable[[torch.Tensor, Ints, torch.Tensor, Sequence[int], Iterable[int]], None]
+    sum_bags: Callable[[torch.Tensor, Ints, Ints], torch.Tensor]
+    weighted_sum_bags: Callable[[torch.Tensor, Ints, np.ndarray, Ints, torch.Tensor], None]
+
+
+HOST = Movements(gather_blocks, sum_bags, weighted_sum_bags)

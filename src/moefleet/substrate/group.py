@@ -107,13 +107,13 @@ class HostGroup:
 def _note_death(waiter: Waiter) -> Callable[[int], None]:
     def note(peer: int) -> None:
         waiter.dead[peer] = 1
-        waiter.wake_all(peer)
+        waiter.wake_sleepers()
 
     return note
 
 
 def _depart(waiter: Waiter, rank: int, mesh: Mesh, watcher: DeathWatcher) -> None:
     waiter.publish(Word.STATE, State.DEPARTED)
-    waiter.wake_all(rank)
+    waiter.wake_sleepers()
     watcher.close()
     mesh.close()

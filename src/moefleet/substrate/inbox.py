@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from ..config import EpLayout, FleetParams
 from ..tensors import DispatchOutput
-from .gather import gather_blocks
+from .device_gather import movements
 from .routes import Arrivals, ExpertBlocks, Ints, expert_blocks
 
 
 class Inbox:
     """Sized once from ``params``; pages are touched only where rows arrive."""
 
-    def __init__(self, params: FleetParams, world_size: int, num_local: int) -> None:
+    def __init__(
+        self, params: FleetParams, world_size: int, num_local: int, device: torch.device | str = "cpu"
+    ) -> None:
         self._params, self._num_local = params, num_local
         self._layout = params.resolved_layout
         self._shape = params.received_shape(world_size, num_local)
         self._places = math.prod(self._shape)
-        self._rows = torch.empty(self._places * params.token_hidden_size * params.dtype_bytes, dtype=torch.uint8)
-        self._scales = torch.empty(self._places * params.scale_bytes_per_token, dtype=torch.uint8)
+        row_bytes = params.token_hidden_size * params.dtype_bytes
+        self._rows = torch.empty(self._places * row_bytes, dtype=torch.uint8, device=device)
+        self._scales = torch.empty(self._places * params.scale_bytes_per_token, dtype=torch.uint8, device=device)
+        self._gather_blocks = movements(device).gather_blocks
         blocks = 1 if self._layout is EpLayout.FLAT else self._shape[0]
         self._starts = np.arange(blocks) * self._shape[-1]
         self._counts = torch.zeros(blocks, dtype=torch.int32)
@@ -76,12 +81,12 @@ class Inbox:
         self._counts.numpy()[:] = counts
         sizes = counts.tolist()
         places = self._rows.view(table.dtype).view(self._places, table.shape[1])
-        gather_blocks(table, rows, places, sizes, self._starts)
+        self._gather_blocks(table, rows, places, sizes, self._starts)
         if scales is not None:
             scale_table, scale_rows = scales
             scale_rows = scale_rows if blocks is None else scale_rows[blocks.row]
             places = self._scales.view(self._places, scale_table.shape[1])
-            gather_blocks(scale_table, scale_rows, places, sizes, self._starts)
+            self._gather_blocks(scale_table, scale_rows, places, sizes, self._starts)
         return blocks
 
     def _route(self, places: Ints | slice, got: Arrivals) -> None:
@@ -90,3 +95,33 @@ class Inbox:
         ids[self._stale], weights[self._stale] = -1, 0
         ids[places], weights[places] = got.local, got.weights
         self._stale = places
+
+
+class DeviceInbox(Inbox):
+    """The same on a GPU: counts and routing are made on the host, and copied over once they are complete."""
+
+    def __init__(self, params: FleetParams, world_size: int, num_local: int, device: torch.device) -> None:
+        super().__init__(params, world_size, num_local, device)
+        self._used = 0  # places that held routing after the last fill
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # what the host makes, and where it is shown
+
+    def _make(self, dtype: torch.dtype, topk: int, scale_dtype: torch.dtype | None) -> DispatchOutput:
+        made = super()._make(dtype, topk, scale_dtype)
+        shown = {}
+        self._copies = []
+        for name in ("expert_counts", "recv_total_counter", "recv_topk_idx", "recv_topk_weights"):
+            if (host := getattr(made, name)) is not None:
+                shown[name] = host.to(self._rows.device)
+                self._copies.append((host, shown[name]))
+        return replace(made, **shown)
+
+    def fill(
+        self, got: Arrivals, table: torch.Tensor, rows: Ints, scales: tuple[torch.Tensor, Ints] | None = None
+    ) -> ExpertBlocks | None:
+        blocks = super().fill(got, table, rows, scales)
+        # FLAT alone is large, and filled from the front.
+        used = len(got.token) if self._layout is EpLayout.FLAT else self._places
+        most, self._used = max(used, self._used, 1), used
+        for host, shown in self._copies:  # pageable memory is read before copy_ returns
+            shown[:most].copy_(host[:most], non_blocking=True)
+        return blocks

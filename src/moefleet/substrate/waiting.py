@@ -1,7 +1,13 @@
-"""Waiting for a peer's flag: spin a little, sleep in the kernel, end for a reason that names the peer.
+"""Waiting for the peers' flags: spin a little, sleep in the kernel, end for a reason that names the peer.
 
-Without fault tolerance a missing peer raises. With it, the wait answers False, and the peer is accused unless it was
-merely seen in a round of agreement.
+A waiter sleeps on the flag of one peer that is missing, and says in its control block on whose. Who commits a phase
+wakes the sleepers only if nobody is missing any more, so that a sleeper is woken once for all its peers: on a machine
+with fewer cores than ranks, wake-ups are what a step costs. No wake-up is lost, because both sides store, fence, then
+load: of the last two who commit at least one sees that all have, and a sleeper that a committer does not see yet sees
+the committer's flag.
+
+Without fault tolerance a missing peer raises. With it, it is left out, and accused unless it was merely seen in a round
+of agreement.
 """
 
 from __future__ import annotations
@@ -10,9 +16,9 @@ import time
 from collections.abc import Sequence
 
 from ..errors import MoEEpPeerError, MoEEpTimeoutError
-from .control import Operation, State, Word, flag_word
+from .control import SETS, Operation, State, Word, flag_word
 from .faults import FaultState
-from .futex import fence, futex_wait, futex_wake
+from .futex import fence, full_fence, futex_wait, futex_wake
 
 POLL_S = 0.05
 """Longest sleep between two looks, and the most that one sleep counts towards a time budget: a waiter that was
@@ -54,46 +60,74 @@ class Waiter:
         self.waited_s = [0.0] * len(blocks)
 
     def commit(self, operation: Operation, step: int) -> None:
-        """Publish everything this rank wrote for the phase: one store, then wake whoever sleeps on it."""
-        index = self._mine + flag_word(operation, step)
+        """Publish everything this rank wrote for the phase: one store, then wake whoever need not sleep any more."""
+        flag = flag_word(operation, step)
         fence()
-        self._words[index] = step
-        futex_wake(self._address + 8 * index)
+        self._words[self._mine + flag] = step
+        full_fence()
+        words, everybody = self._words, self._faults.everybody
+        if all(words[block + flag] >= step for block in self._blocks) or self._faults.trusted != everybody:
+            self.wake_sleepers()
 
     def committed(self, rank: int, operation: Operation, step: int) -> bool:
         return self._words[self._blocks[rank] + flag_word(operation, step)] >= step
 
-    def publish(self, word: Word, value: int) -> None:
+    def publish(self, word: int, value: int) -> None:
         """Set a word of this rank's own control block."""
         self._words[self._mine + word] = value
 
-    def said(self, rank: int, word: Word) -> int:
+    def said(self, rank: int, word: int) -> int:
         """Read a word of any rank's control block."""
         return self._words[self._blocks[rank] + word]
 
-    def wake_all(self, rank: int) -> None:
-        """Wake everybody who sleeps on any flag of ``rank``, so that they look at its state again."""
-        for operation in (Operation.DISPATCH, Operation.COMBINE, Operation.CLOSED):
-            for step in (0, 1):
-                futex_wake(self._address + 8 * (self._blocks[rank] + flag_word(operation, step)))
+    def wake_sleepers(self) -> None:
+        """Wake every rank that sleeps on any flag, so that it looks again at everything."""
+        full_fence()
+        asleep = set()
+        for rank, block in enumerate(self._blocks):
+            if on := self._words[block + Word.WAITING_ON]:
+                operation = Operation(self.said(rank, Word.WAITING_OPERATION) & 3)
+                if operation is not Operation.NONE and on <= len(self._blocks):
+                    step = self.said(rank, Word.WAITING_STEP)
+                    asleep.add(self._blocks[on - 1] + flag_word(operation, step))
+        for index in asleep:
+            futex_wake(self._address + 8 * index)
 
-    def wait(self, peer: int, operation: Operation, step: int) -> bool:
-        """Wait until ``peer`` has committed this phase of this step. False where it never will, with fault tolerance.
+    def wait(self, peers: Sequence[int], operation: Operation, step: int) -> list[int]:
+        """Wait until all of ``peers`` have committed this phase of this step, or one has given the step up.
+
+        Returns:
+            With fault tolerance, those that never will: accused, or in a round. Else nobody.
 
         Raises:
-            MoEEpPeerError: it waits for us in another call; without fault tolerance also: it ended or left.
+            MoEEpPeerError: a peer waits for us in another call; without fault tolerance also: it ended or left.
             MoEEpTimeoutError: the budget is used up, without fault tolerance.
         """
-        index = self._blocks[peer] + flag_word(operation, step)
-        committed = True
-        if self._words[index] < step:
-            start = time.perf_counter()
+        words, flag = self._words, flag_word(operation, step)
+        missing = [peer for peer in peers if words[self._blocks[peer] + flag] < step]
+        lost: list[int] = []
+        if missing and self._spin_s:
+            missing = self._spin(missing, flag, step)
+        if missing:
+            self.publish(Word.WAITING_STEP, step)
+            self.publish(Word.WAITING_OPERATION, operation)
             try:
-                committed = self._wait_long(index, peer, operation, step)
+                lost = self._sleep(missing, operation, step)
             finally:
-                self.waited_s[peer] += time.perf_counter() - start
+                self.publish(Word.WAITING_ON, 0)
         fence()
-        return committed
+        return lost
+
+    def _spin(self, missing: list[int], flag: int, step: int) -> list[int]:
+        start = now = time.perf_counter()
+        while missing and now - start < self._spin_s:
+            still = [peer for peer in missing if self._words[self._blocks[peer] + flag] < step]
+            now = time.perf_counter()
+            for peer in missing:
+                if peer not in still:
+                    self.waited_s[peer] += now - start
+            missing = still
+        return missing
 
     def look_for_deaths(self) -> None:
         """Accuse every peer that the operating system or the peer itself says is gone. Without waiting."""
@@ -101,61 +135,71 @@ class Waiter:
             if peer != self._rank and self._gone(peer):
                 self._faults.accuse(peer)
 
-    def _wait_long(self, index: int, peer: int, operation: Operation, step: int) -> bool:
-        words = self._words
-        if self._spin_s:
-            end = time.perf_counter() + self._spin_s
-            while time.perf_counter() < end:
-                if words[index] >= step:
-                    return True
-        self.publish(Word.WAITING_STEP, step)
-        self.publish(Word.WAITING_OPERATION, operation)
-        self.publish(Word.WAITING_ON, peer + 1)
-        try:
-            return self._sleep(index, peer, operation, step)
-        finally:
-            self.publish(Word.WAITING_ON, 0)
-
-    def _sleep(self, index: int, peer: int, operation: Operation, step: int) -> bool:
-        spent = prolonged = 0.0
-        crossed = False
+    def _sleep(self, missing: list[int], operation: Operation, step: int) -> list[int]:
+        flag, budget = flag_word(operation, step), self._timeout_s
+        spent, prolonged = dict.fromkeys(missing, 0.0), dict.fromkeys(missing, 0.0)
+        crossed: set[int] = set()
+        lost: list[int] = []
         while True:
-            gone = self._gone(peer)
-            value = self._words[index]  # after looking for a death: what a dead peer had committed counts
-            if value >= step:
-                return True
-            if gone:
-                return self._missing(
-                    peer, MoEEpPeerError(self._where(peer, operation, step) + gone, rank=peer, reason=gone)
-                )
-            if self._faults.tolerant and self.said(peer, Word.STATE) == State.IN_ROUND:
-                self._faults.behind = True
-                return False
-            if crossing := self._crossing(peer):
-                if crossed:
-                    raise MoEEpPeerError(
-                        self._where(peer, operation, step) + crossing + "; all ranks must make the same calls in the "
-                        "same order",
-                        rank=peer,
-                        reason=crossing,
-                    )
-                crossed = True
-            if spent >= self._timeout_s:
-                text = f"nothing for {self._timeout_s:g} s of waiting; it last said: {self.describe(peer)}"
-                return self._missing(peer, MoEEpTimeoutError(self._where(peer, operation, step) + text, ranks=[peer]))
+            self.publish(Word.WAITING_ON, missing[0] + 1)
+            full_fence()
+            gone = {peer: text for peer in missing if (text := self._gone(peer))}
+            # Flags after deaths: what a dead peer had committed counts.
+            seen = {peer: self._words[self._blocks[peer] + flag] for peer in missing}
+            for peer in [peer for peer in missing if seen[peer] < step]:
+                if peer in gone:
+                    where = self._where(peer, operation, step)
+                    self._give_up_on(peer, MoEEpPeerError(where + gone[peer], rank=peer, reason=gone[peer]))
+                elif self._faults.tolerant and self.said(peer, Word.STATE) == State.IN_ROUND:
+                    self._faults.behind = True
+                elif spent[peer] >= budget:
+                    text = f"nothing for {budget:g} s of waiting; it last said: {self.describe(peer)}"
+                    where = self._where(peer, operation, step)
+                    self._give_up_on(peer, MoEEpTimeoutError(where + text, ranks=[peer]))
+                else:
+                    self._raise_if_crossing(peer, operation, step, crossed)
+                    continue
+                lost.append(peer)
+            left = [peer for peer in missing if seen[peer] < step and peer not in lost]
+            if not left or self._somebody_failed(operation, step):
+                return lost
+            if left[0] != missing[0]:
+                missing = left
+                continue  # it sleeps on another flag now, and says so first
+            missing = left
             start = time.perf_counter()
-            futex_wait(self._address + 8 * index, value, min(POLL_S, self._timeout_s - spent))
-            ran = min(time.perf_counter() - start, POLL_S)
-            if self._waits_for_another(peer) and prolonged < PATIENCE * self._timeout_s:
-                prolonged += ran
-            else:
-                spent += ran
+            target = missing[0]
+            nap = min(POLL_S, *(budget - spent[peer] for peer in missing))
+            futex_wait(self._address + 8 * (self._blocks[target] + flag), seen[target], max(nap, 0.0))
+            slept = time.perf_counter() - start
+            for peer in missing:
+                self.waited_s[peer] += slept
+                if self._waits_for_another(peer) and prolonged[peer] < PATIENCE * budget:
+                    prolonged[peer] += min(slept, POLL_S)
+                else:
+                    spent[peer] += min(slept, POLL_S)
 
-    def _missing(self, peer: int, error: MoEEpPeerError | MoEEpTimeoutError) -> bool:
+    def _somebody_failed(self, operation: Operation, step: int) -> bool:
+        place = Word.FAILED + step % SETS
+        return any(4 * step < self._words[block + place] <= 4 * step + operation for block in self._blocks)
+
+    def _give_up_on(self, peer: int, error: MoEEpPeerError | MoEEpTimeoutError) -> None:
         if not self._faults.tolerant:
             raise error
         self._faults.accuse(peer)
-        return False
+
+    def _raise_if_crossing(self, peer: int, operation: Operation, step: int, crossed: set[int]) -> None:
+        """Two looks in a row, since a peer's words are not read at one instant."""
+        crossing = self._crossing(peer)
+        if crossing and peer in crossed:
+            raise MoEEpPeerError(
+                self._where(peer, operation, step)
+                + crossing
+                + "; all ranks must make the same calls in the same order",
+                rank=peer,
+                reason=crossing,
+            )
+        (crossed.add if crossing else crossed.discard)(peer)
 
     def _waits_for_another(self, peer: int) -> bool:
         return self.said(peer, Word.WAITING_ON) not in (0, self._rank + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,6 @@ class BufferSet:
         scale_rows: ``[W]`` the same for its scales, in the table of scales.
         tokens, combined: this rank's own memory, ``[M, H]`` and ``[C, H]`` for each row type.
         scales: this rank's own memory, bytes ``[M, S]``.
-        inbox: private memory that this rank receives into.
     """
 
     ids: list[npt.NDArray[np.int32]]
@@ -41,7 +41,6 @@ class BufferSet:
     tokens: dict[torch.dtype, torch.Tensor]
     combined: dict[torch.dtype, torch.Tensor]
     scales: torch.Tensor | None
-    inbox: Inbox
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,21 @@ class Buffers:
         tables: all ranks' memory as rows ``[many, H]``, for each row type.
         scale_table: the same as scale rows, bytes ``[many, S]``; ``None`` without scales.
         sets: step ``s`` uses ``sets[s % 2]``.
+        inboxes: private memory to receive into, the last used first. They are not tied to a set: a rank whose steps
+            do not overlap uses one alone, which stays in its caches.
     """
 
     tables: dict[torch.dtype, torch.Tensor]
     scale_table: torch.Tensor | None
     sets: tuple[BufferSet, ...]
+    inboxes: list[tuple[int, Inbox]]
+
+    def inbox(self, step: int, open_steps: Container[int]) -> Inbox:
+        """The inbox that step ``step`` receives into: the last used of those that no open step needs."""
+        free = next(i for i, (user, _) in enumerate(self.inboxes) if user not in open_steps)
+        _, inbox = self.inboxes.pop(free)
+        self.inboxes.insert(0, (step, inbox))
+        return inbox
 
     @classmethod
     def over(cls, group: HostGroup, layout: SegmentLayout, params: FleetParams, num_local: int) -> Buffers:
@@ -91,7 +100,7 @@ class Buffers:
                     tokens={t: own(table, token_rows, most) for t, table in tables.items()},
                     combined={t: own(table, combined_rows, params.recv_capacity(world)) for t, table in tables.items()},
                     scales=None if scale_table is None or scale_rows is None else own(scale_table, scale_rows, most),
-                    inbox=Inbox(params, world, num_local),
                 )
             )
-        return cls(tables, scale_table, tuple(sets))
+        inboxes = [(0, Inbox(params, world, num_local)) for _ in range(SETS)]
+        return cls(tables, scale_table, tuple(sets), inboxes)

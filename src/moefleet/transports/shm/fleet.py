@@ -10,7 +10,7 @@ import torch
 
 from ...config import EpLayout, ShmConfig
 from ...errors import MoEEpError
-from ...fleet.base import FleetSpec
+from ...fleet.base import FleetSpec, row_bytes
 from ...fleet.limits import Limits
 from ...fleet.registry import Capability, register_fleet
 from ...fleet.rendezvous import Meeting
@@ -21,6 +21,7 @@ from ...substrate.control import MAX_RANKS
 from ...substrate.futex import unsupported_reason
 from ...substrate.rowtypes import DTYPES
 from ...substrate.sockets import namespace_id
+from ...substrate.tally import ExpertTally
 from ...tensors import HandleParams
 from .handle import ShmHandle
 from .topology import Topology
@@ -69,8 +70,10 @@ class ShmFleet(FaultTolerantFleet):
         self.faults, self.group, self.steps = topology.faults, topology.group, topology.steps
         self.buffers, self.local_table = topology.buffers, topology.local_table
         self.all_owner_table = self.owner_table = topology.owner_table
-        self.rows_received = np.zeros(self.bootstrap.world_size, np.int64)
-        self.failed_steps = 0
+        world, rank = self.bootstrap.world_size, self.bootstrap.rank
+        self.rows_received, self.rows_sent = np.zeros(world, np.int64), np.zeros(world, np.int64)
+        self.expert_rows = ExpertTally(self.placement.num_local(rank))
+        self.failed_steps = self.tokens_sent = 0
 
     def _retopologise(self, meeting: Meeting, placement: Placement) -> None:
         old = self.group
@@ -86,7 +89,7 @@ class ShmFleet(FaultTolerantFleet):
         self.group.close()
 
     def _open_steps(self) -> int:
-        return self.steps.open_count
+        return len(self.steps.open)
 
     def _look_for_deaths(self) -> None:
         self.group.waiter.look_for_deaths()
@@ -95,12 +98,18 @@ class ShmFleet(FaultTolerantFleet):
         self.owner_table = self.topology.live_owner_table()
 
     def stats(self) -> dict[str, Any]:
-        """``steps`` begun, ``failed_steps``, ``rows_received`` and ``waited_s`` per peer, all since construction."""
+        taken, given = self.rows_received.tolist(), self.rows_sent.tolist()
         return {
             "steps": self.steps.last,
             "failed_steps": self.failed_steps,
-            "rows_received": self.rows_received.tolist(),
+            "tokens": self.tokens_sent,
+            "tokens_per_expert": self.expert_rows.tolist(),
+            "rows_received": taken,
+            "rows_sent": given,
+            "bytes_received": row_bytes(self.params, there=taken, back=given),
+            "bytes_sent": row_bytes(self.params, there=given, back=taken),
             "waited_s": list(self.group.waiter.waited_s),
+            "bad_ids": 0,
         }
 
     def require_alive(self) -> None:

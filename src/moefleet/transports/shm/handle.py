@@ -15,6 +15,7 @@ from ...errors import MoEEpPeerError
 from ...fleet.halves import HalvesHandle, OpenStep, Phase
 from ...substrate.control import SETS, Header, Operation
 from ...substrate.gather import sum_bags, weighted_sum_bags
+from ...substrate.inbox import Inbox
 from ...substrate.routes import ExpertBlocks, Homecoming, Ints, arrivals, homecoming
 from ...substrate.rowtypes import code_name, row_code
 from .buffers import BufferSet
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
     from .fleet import ShmFleet  # noqa: F401 - named in a string below
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ShmStep(OpenStep):
-    """``bounds`` ``[W+1]``: where each source's rows begin; ``blocks``: how they are sorted, in EXPERT_MAJOR;
-    ``present``: the ranks that took part in dispatch, as bits."""
+    """``inbox``: what receives the rows; ``bounds`` ``[W+1]``: where each source's rows begin; ``blocks``: how they are
+    sorted, in EXPERT_MAJOR; ``present``: the ranks that took part in dispatch, as bits."""
 
+    inbox: Inbox
     bounds: Ints | None = None
     blocks: ExpertBlocks | None = None
     present: int = 0
@@ -51,8 +53,8 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         return self._fleet.buffers.sets[open_.step % SETS]
 
     def _open_step(self, step: int, dtype: torch.dtype, scale_dtype: torch.dtype | None) -> ShmStep:
-        inbox = self._fleet.buffers.sets[step % SETS].inbox
-        return ShmStep(step, dtype, scale_dtype, inbox.output(dtype, self._shape[1], scale_dtype))
+        inbox = self._fleet.buffers.inbox(step, self._fleet.steps.open - {step})
+        return ShmStep(step, dtype, scale_dtype, inbox.output(dtype, self._shape[1], scale_dtype), inbox=inbox)
 
     def _send_tokens(self, open_: ShmStep, tokens: torch.Tensor, scales: torch.Tensor | None) -> None:
         mine, rank = self._set(open_), self._fleet.bootstrap.rank
@@ -64,6 +66,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         mine.weights[rank][: count * topk] = self._weights.reshape(-1)
         code = row_code(tokens.dtype, open_.scale_dtype)
         self._fleet.steps.commit(Operation.DISPATCH, open_.step, tokens=count, topk=topk, dtype=code)
+        self._fleet.tokens_sent += count
 
     def _receive_tokens(self, open_: ShmStep) -> None:
         fleet, theirs = self._fleet, self._set(open_)
@@ -83,8 +86,9 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         if scale_table is not None and theirs.scale_rows is not None:
             scales = scale_table, got.rows(theirs.scale_rows)
         rows = got.rows(theirs.token_rows)
-        open_.blocks = theirs.inbox.fill(got, fleet.buffers.tables[open_.dtype], rows, scales)
+        open_.blocks = open_.inbox.fill(got, fleet.buffers.tables[open_.dtype], rows, scales)
         fleet.rows_received += got.counts
+        fleet.expert_rows.add(got, open_.blocks)
         fleet.steps.overtaken(open_.step)
 
     def _send_rows(self, open_: ShmStep, rows: torch.Tensor) -> None:
@@ -114,8 +118,10 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         starts, counts = np.array([offsets[:, rank] for offsets in theirs.offsets]).T
         if fleet.faults.tolerant:
             back = self._without_missing(back, present, counts)
+            counts = np.bincount(back.rank, minlength=world)
         rows = (theirs.combined_rows + starts)[back.rank] + back.position
         summed = sum_bags(fleet.buffers.tables[open_.dtype], rows, back.bag)
+        fleet.rows_sent += counts
         fleet.steps.overtaken(open_.step)
         return self._rescaled(summed, present) if fleet.renormalize else summed
 

@@ -15,10 +15,10 @@ _PHASES = (Operation.DISPATCH, Operation.COMBINE)
 class SegmentLayout:
     """Byte offsets in a segment.
 
-    A segment is: control block; one header for each phase and set; then for each set int32 ids ``[M, Kmax]``, float32
-    weights ``[M, Kmax]``, int64 offsets ``[2, W]`` (where each source's rows begin among the combined ones, and how
-    many), scales ``[M, S]`` bytes, token rows ``[M, H]``, combined rows ``[C, H]``. ``C`` is ``M*W``, or
-    max_recv_tokens_per_rank.
+    A segment is: control block; one header for each phase and set, and one for a failure in each set; then for each
+    set int32 ids ``[M, Kmax]``, float32 weights ``[M, Kmax]``, int64 offsets ``[2, W]`` (where each source's rows begin
+    among the combined ones, and how many), scales ``[M, S]`` bytes, token rows ``[M, H]``, combined rows ``[C, H]``.
+    ``C`` is ``M*W``, or max_recv_tokens_per_rank.
 
     Attributes:
         size: bytes of the whole.
@@ -41,7 +41,7 @@ class SegmentLayout:
         most, row = params.max_tokens_per_rank, params.token_hidden_size * params.dtype_bytes
         slots = most * params.max_topk * 4
         combined = params.recv_capacity(world_size)
-        at = BLOCK_BYTES + len(_PHASES) * SETS * HEADER_BYTES
+        at = BLOCK_BYTES + (len(_PHASES) + 1) * SETS * HEADER_BYTES
         places: dict[str, list[int]] = {n: [] for n in ("ids", "weights", "offsets", "scales", "tokens", "combined")}
         for _ in range(SETS):
             for name, size, unit in (
@@ -66,3 +66,12 @@ class SegmentLayout:
     def header(operation: Operation, step: int) -> int:
         """Offset of this phase's header for this step."""
         return BLOCK_BYTES + (_PHASES.index(operation) * SETS + step % SETS) * HEADER_BYTES
+
+    @staticmethod
+    def failure(step: int) -> int:
+        """Offset of the header that says why a rank gave this step up.
+
+        It has a place of its own, as a rank that fails steps on its own does not wait until the peers have read what
+        it committed for the steps before, which went well.
+        """
+        return BLOCK_BYTES + (len(_PHASES) * SETS + step % SETS) * HEADER_BYTES

@@ -23,7 +23,7 @@ class Steps:
     def __init__(self, group: HostGroup, faults: FaultState, generation: int) -> None:
         self._group, self._faults, self._generation = group, faults, generation
         self._last = 0
-        self._open: set[int] = set()
+        self.open: set[int] = set()  # dispatched and not yet combined
         self._spoiled = [0] * SETS
 
     @property
@@ -32,14 +32,9 @@ class Steps:
         return self._last
 
     @property
-    def open_count(self) -> int:
-        """Steps dispatched and not yet combined."""
-        return len(self._open)
-
-    @property
     def blocked(self) -> bool:
         """Whether the next step's buffer set is still taken by an open step."""
-        return self._last + 1 - SETS in self._open
+        return self._last + 1 - SETS in self.open
 
     def begin(self) -> int:
         """Open the next step.
@@ -57,12 +52,10 @@ class Steps:
             )
         waiter = self._group.waiter
         if spoiled := self._spoiled[step % SETS]:
-            for peer in self._others():
-                if self._faults.trusts(peer):
-                    waiter.wait(peer, Operation.CLOSED, spoiled)
+            waiter.wait([peer for peer in self._others() if self._faults.trusts(peer)], Operation.CLOSED, spoiled)
             self._spoiled[step % SETS] = 0
         self._last = step
-        self._open.add(step)
+        self.open.add(step)
         waiter.publish(Word.STATE, State.RUNNING)
         waiter.publish(Word.STEP, step)
         waiter.publish(Word.OPERATION, Operation.DISPATCH)
@@ -72,12 +65,12 @@ class Steps:
     def commit(self, operation: Operation, step: int, *, tokens: int, topk: int, dtype: int) -> None:
         """Write the header and let the peers see this phase's data."""
         self._group.waiter.publish(Word.OPERATION, operation)
-        self._commit(Header(0, 0, step, operation, tokens, topk, dtype))
+        self._write(Header(0, 0, step, operation, tokens, topk, dtype), SegmentLayout.header(operation, step))
+        self._group.commit(operation, step)
 
-    def _commit(self, header: Header) -> None:
+    def _write(self, header: Header, place: int) -> None:
         header = header._replace(generation=self._generation, round=self._faults.epoch, mask=self._faults.trusted)
-        header.write(self._group.memory, self._offset(self._group.rank, header.operation, header.step))
-        self._group.commit(header.operation, header.step)
+        header.write(self._group.memory, self._segment(self._group.rank) + place)
 
     def collect(self, operation: Operation, step: int, among: int = -1) -> list[Header | None]:
         """Wait for every rank's commit and return their headers, in rank order; None for who is masked or missing.
@@ -91,18 +84,14 @@ class Steps:
         """
         group, faults = self._group, self._faults
         headers: list[Header | None] = [None] * group.world_size
-        for peer in (*self._others(), group.rank):
-            if not among & faults.trusted >> peer & 1:
+        peers = [peer for peer in self._others() if among & faults.trusted >> peer & 1]
+        lost = group.waiter.wait(peers, operation, step)
+        for peer in peers:
+            self._raise_if_failed(peer, operation, step)
+        for peer in (*peers, group.rank):
+            if peer in lost:
                 continue
-            if peer != group.rank and not group.waiter.wait(peer, operation, step):
-                continue
-            header = Header.read(group.memory, self._offset(peer, operation, step))
-            if header.failed:
-                raise MoEEpPeerError(
-                    f"rank {header.origin} failed in step {step}, {operation.name.lower()}: {header.reason}",
-                    rank=header.origin,
-                    reason=header.reason,
-                )
+            header = Header.read(group.memory, self._segment(peer) + SegmentLayout.header(operation, step))
             if header.step != step or header.operation is not operation:
                 if faults.tolerant and header.step > step:
                     faults.behind = True
@@ -116,6 +105,16 @@ class Steps:
             faults.heard(header.round, header.mask)
             headers[peer] = header
         return headers
+
+    def _raise_if_failed(self, peer: int, operation: Operation, step: int) -> None:
+        failed_step, failed_phase = divmod(self._group.waiter.said(peer, Word.FAILED + step % SETS), 4)
+        if failed_step == step and failed_phase <= operation:
+            header = Header.read(self._group.memory, self._segment(peer) + SegmentLayout.failure(step))
+            raise MoEEpPeerError(
+                f"rank {header.origin} failed in step {step}, {operation.name.lower()}: {header.reason}",
+                rank=header.origin,
+                reason=header.reason,
+            )
 
     def overtaken(self, step: int) -> bool:
         """Whether a peer may have begun to reuse the memory of ``step``: what was read of it is then worth nothing.
@@ -133,12 +132,12 @@ class Steps:
     def resume(self, step: int) -> None:
         """Begin again at ``step``, which all survivors of a decision agreed on; nobody is reading old memory."""
         self._last = step - 1
-        self._open.clear()
+        self.open.clear()
         self._spoiled = [0] * SETS
 
     def close(self, step: int) -> None:
         """The step went well."""
-        self._open.discard(step)
+        self.open.discard(step)
         self._group.commit(Operation.CLOSED, step)
 
     def fail(self, step: int, error: BaseException | str) -> None:
@@ -146,15 +145,21 @@ class Steps:
 
         Peers stop waiting and raise MoEEpPeerError that names the rank whose mistake it was.
         """
-        if step not in self._open or self._group.closed:
+        if step not in self.open or self._group.closed:
             return
         origin = error.rank if isinstance(error, MoEEpPeerError) and error.rank >= 0 else self._group.rank
         reason = getattr(error, "reason", "") or str(error)
         waiter = self._group.waiter
         waiter.publish(Word.STATE, State.FAILED_STEP)
-        for operation in (Operation.DISPATCH, Operation.COMBINE):
-            if not waiter.committed(self._group.rank, operation, step):
-                self._commit(Header(0, 0, step, operation, failed=True, origin=origin, reason=reason))
+        phases = (Operation.DISPATCH, Operation.COMBINE)
+        left = [phase for phase in phases if not waiter.committed(self._group.rank, phase, step)]
+        if left:
+            header = Header(0, 0, step, left[0], failed=True, origin=origin, reason=reason)
+            self._write(header, SegmentLayout.failure(step))
+            waiter.publish(Word.FAILED + step % SETS, 4 * step + left[0])
+        for phase in left:
+            self._group.commit(phase, step)
+        waiter.wake_sleepers()
         self._spoiled[step % SETS] = step
         self.close(step)
 
@@ -167,5 +172,5 @@ class Steps:
         rank, world = self._group.rank, self._group.world_size
         return [(rank + away) % world for away in range(1, world)]
 
-    def _offset(self, rank: int, operation: Operation, step: int) -> int:
-        return rank * self._group.range.stride + SegmentLayout.header(operation, step)
+    def _segment(self, rank: int) -> int:
+        return rank * self._group.range.stride
