@@ -201,8 +201,8 @@ class ShmConfig(CommConfig):
     """CPU ranks of one host over shared memory.
 
     Args:
-        spin_us: how long a wait spins before it sleeps in the kernel; ``None`` chooses 50 microseconds, or 0 where
-            ranks outnumber cores.
+        spin_us: how long a wait looks again and again (yielding its core) before it sleeps in the kernel; ``None``
+            chooses 300 microseconds, or 100 where ranks outnumber cores.
     """
 
     name: ClassVar[str] = "shm"
@@ -218,9 +218,22 @@ class TorchDistConfig(CommConfig):
 
 @dataclass(frozen=True)
 class NVLinkConfig(CommConfig):
-    """GPUs that can map each other's memory."""
+    """GPUs that can map each other's memory.
+
+    Args:
+        programs: programs of dispatch and of combine; ``None``: by layout and GPU. All must fit on the GPU at once.
+        senders: how many of them send; where fewer than all, the others receive. ``None``: by layout.
+    """
 
     name: ClassVar[str] = "nvlink"
+    programs: int | None = None
+    senders: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.programs is not None and self.programs < 1:
+            raise config_error("NVLinkConfig.programs", self.programs, "at least 1")
+        if self.senders is not None and not 1 <= self.senders <= (self.programs or self.senders):
+            raise config_error("NVLinkConfig.senders", self.senders, f"1 to programs = {self.programs}")
 
 
 @dataclass(frozen=True)

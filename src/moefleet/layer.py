@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from .config import BootstrapConfig, CommConfig, FleetParams, KernelConfig, MegaConfig, SplitConfig
 from .errors import MoEEpNotBuiltError, config_error
-from .fleet import Fleet, create_fleet
+from .fleet import Fleet, Handle, create_fleet
 from .kernels import get_kernel
 from .knobs import FleetAlgoKnob, HandleAlgoKnobTopKWeights
-from .tensors import CombineInputParams, DispatchInputParams, HandleParams, MoEEpTensors
+from .placement import Placement
+from .tensors import CombineInputParams, DispatchInputParams, DispatchOutput, HandleParams, MoEEpTensors
+from .timing import Watch
 from .weights import MoEWeights
 
 
@@ -43,6 +45,7 @@ class MoEEpLayer(nn.Module):
         fleet: Fleet | None = None,
     ) -> None:
         super().__init__()
+        self._watch: Watch | None = None
         comm, kernel = _split(backend)
         self.kernel = get_kernel(kernel)
         self._owns_fleet = fleet is None
@@ -50,9 +53,7 @@ class MoEEpLayer(nn.Module):
             raise config_error("MoEEpLayer.fleet", f"a Fleet of {fleet.params}", f"one of {fleet_params}")
         self._fleet = create_fleet(bootstrap, fleet_params, fleet_knobs, comm) if fleet is None else fleet
         try:
-            _check_local_count(weights, self._fleet)
-            self.kernel.validate(fleet_params, weights)
-            self.weights = self.kernel.preprocess(weights)
+            self.weights = self._prepared(weights, self._fleet.placement, self._fleet.bootstrap.rank)
         except BaseException:
             self.destroy()
             raise
@@ -72,17 +73,122 @@ class MoEEpLayer(nn.Module):
             MoEEpConfigError: a bad input here; the peers raise MoEEpPeerError, and the next forward works.
             MoEEpPeerError, MoEEpTimeoutError: another rank failed, ended or did not come.
         """
-        x = [tensors.hidden_states] if tensors.scales is None else [tensors.hidden_states, tensors.scales]
-        handle = self._fleet.create_handle(
-            HandleParams(tensors.topk_ids), [HandleAlgoKnobTopKWeights(tensors.topk_weights)]
-        )
+        if self._watch is not None:
+            return self._watched_forward(tensors, self._watch)
+        handle = self._route(tensors)
         try:
-            arrived = handle.dispatch(DispatchInputParams(x))
-            layout = self._fleet.params.resolved_layout
-            rows = self.kernel.compute(arrived, layout, self.weights, into=handle.combine_buffer())
+            arrived = handle.dispatch(_rows_of(tensors))
+            rows = self._compute(arrived, handle)
             return handle.combine(CombineInputParams([rows], out=tensors.output)).x
         finally:
             handle.destroy()
+
+    def enable_timing(self, enabled: bool = True) -> None:
+        """Time each later forward, for :attr:`last_timings_ms`. A forward waits for nothing on that account."""
+        self._set_watch(timing=enabled, ranges=self._watch is not None and self._watch.ranges)
+
+    def enable_ranges(self, enabled: bool = True) -> None:
+        """Show the phases of each later forward to profilers.
+
+        As ``torch.profiler.record_function`` ranges, ``moefleet.forward`` and in it ``moefleet.route``, ``.dispatch``,
+        ``.compute`` and ``.combine``; on a GPU as NVTX ranges too. With timing on, torch's own profiler sees them
+        without this.
+        """
+        self._set_watch(timing=self._watch is not None and self._watch.timing, ranges=enabled)
+
+    @property
+    def last_timings_ms(self) -> dict[str, float]:
+        """Milliseconds of the last forward: ``route``, ``dispatch``, ``compute``, ``combine``, ``total``.
+
+        On a CPU they are the host's, with the waits for other ranks; on a GPU they are those of the current stream, and
+        reading them waits for that forward. Empty before the first forward, after one that raised, and after one that
+        a CUDA graph captured; a replay is not timed.
+
+        Raises:
+            MoEEpConfigError: timing is off.
+        """
+        if self._watch is None or not self._watch.timing:
+            raise config_error("last_timings_ms", "timing that is off", "timing that is on", "call enable_timing()")
+        return self._watch.timings_ms()
+
+    def _set_watch(self, *, timing: bool, ranges: bool) -> None:
+        self._watch = Watch(timing, ranges) if timing or ranges else None
+
+    def _watched_forward(self, tensors: MoEEpTensors, watch: Watch) -> Tensor:
+        """:meth:`forward`, phase by phase."""
+        with watch.forward(tensors.hidden_states.device):
+            with watch.phase("route"):
+                handle = self._route(tensors)
+            try:
+                with watch.phase("dispatch"):
+                    arrived = handle.dispatch(_rows_of(tensors))
+                with watch.phase("compute"):
+                    rows = self._compute(arrived, handle)
+                with watch.phase("combine"):
+                    return handle.combine(CombineInputParams([rows], out=tensors.output)).x
+            finally:
+                handle.destroy()
+
+    def _route(self, tensors: MoEEpTensors) -> Handle:
+        weights = HandleAlgoKnobTopKWeights(tensors.topk_weights)
+        return self._fleet.create_handle(HandleParams(tensors.topk_ids), [weights])
+
+    def _compute(self, arrived: DispatchOutput, handle: Handle) -> Tensor:
+        layout = self._fleet.params.resolved_layout
+        return self.kernel.compute(arrived, layout, self.weights, into=handle.combine_buffer())
+
+    def update_topology(
+        self, bootstrap: BootstrapConfig, weights: MoEWeights | None = None, *, placement: Placement | None = None
+    ) -> None:
+        """Go on with other ranks, and with the experts that this one then holds; see Fleet.update_topology.
+
+        For layers that built their Fleet. Those that share one replace its ranks once, with
+        ``fleet.update_topology``, and then each gets its weights by :meth:`replace_weights`.
+
+        Args:
+            bootstrap: the new world size, and this rank in it.
+            weights: this rank's experts under the new placement; ``None`` keeps those that it has, if they stay.
+            placement: where experts are from now on; ``None`` for contiguous blocks.
+
+        Raises:
+            MoEEpConfigError: a shared Fleet, or weights that do not belong to this rank; nothing has changed.
+        """
+        if not self._owns_fleet:
+            raise config_error(
+                "MoEEpLayer.update_topology",
+                "a layer on a shared Fleet",
+                "a layer that built its own",
+                "call fleet.update_topology once, then replace_weights on each layer",
+            )
+        before, rank = self._fleet.placement, bootstrap.rank
+        after = placement or Placement.contiguous(self._fleet.params.num_experts, bootstrap.world_size)
+        if weights is not None:
+            ready = self._prepared(weights, after, rank)
+        elif self.kernel.requires_weights and (
+            list(after.experts_of(rank)) != list(before.experts_of(self._fleet.bootstrap.rank))
+        ):
+            raise config_error(
+                "MoEEpLayer.update_topology: weights",
+                f"None while rank {rank} goes over to experts {list(after.experts_of(rank))}",
+                "the weights of these",
+            )
+        else:
+            ready = self.weights
+        self._fleet.update_topology(bootstrap, placement=placement)
+        self.weights = ready
+
+    def replace_weights(self, weights: MoEWeights | None) -> None:
+        """Take other weights for this rank's experts, between steps: after the ranks of a shared Fleet changed.
+
+        Raises:
+            MoEEpConfigError: weights that do not belong to this rank and Fleet; the old ones stay.
+        """
+        self.weights = self._prepared(weights, self._fleet.placement, self._fleet.bootstrap.rank)
+
+    def _prepared(self, weights: MoEWeights | None, placement: Placement, rank: int) -> MoEWeights | None:
+        _check_local_count(weights, placement, rank)
+        self.kernel.validate(self._fleet.params, weights)
+        return self.kernel.preprocess(weights)
 
     def destroy(self) -> None:
         """Give the Fleet back if this layer built it. Idempotent; a shared Fleet is left alone."""
@@ -99,6 +205,12 @@ class MoEEpLayer(nn.Module):
         self.destroy()
 
 
+def _rows_of(tensors: MoEEpTensors) -> DispatchInputParams:
+    if tensors.scales is None:
+        return DispatchInputParams([tensors.hidden_states])
+    return DispatchInputParams([tensors.hidden_states, tensors.scales])
+
+
 def _split(backend: str | CommConfig | SplitConfig | MegaConfig) -> tuple[str | CommConfig, str | KernelConfig]:
     if isinstance(backend, MegaConfig):
         raise MoEEpNotBuiltError(
@@ -108,15 +220,11 @@ def _split(backend: str | CommConfig | SplitConfig | MegaConfig) -> tuple[str | 
     return split.comm, split.kernel
 
 
-def _check_local_count(weights: MoEWeights | None, fleet: Fleet) -> None:
-    if weights is None:
-        return
-    rank = fleet.bootstrap.rank
-    want = fleet.placement.num_local(rank)
-    if weights.num_local_experts != want:
+def _check_local_count(weights: MoEWeights | None, placement: Placement, rank: int) -> None:
+    if weights is not None and weights.num_local_experts != placement.num_local(rank):
         raise config_error(
             "weights",
             f"{weights.num_local_experts} experts on rank {rank}",
-            f"{want}, experts {list(fleet.placement.experts_of(rank))} of {fleet.params.num_experts}",
+            f"{placement.num_local(rank)}, experts {list(placement.experts_of(rank))} of {placement.num_experts}",
             "pass only this rank's experts, w13[first:first + L]",
         )

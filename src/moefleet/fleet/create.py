@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..config import BootstrapConfig, CommConfig, FleetParams, resolve_device
 from ..errors import MoEEpConfigError, MoEEpNotBuiltError, config_error
-from ..knobs import FleetAlgoKnob
+from ..knobs import FleetAlgoKnob, FleetAlgoKnobFaultTolerance
 from ..placement import Placement
 from .base import Fleet, FleetSpec
 from .limits import check_limits
@@ -52,6 +53,7 @@ def create_fleet(
     wanted = FleetSpec(bootstrap, params, tuple(algo_knobs), config, Meeting(bootstrap), name)
     spec, choice = agree(wanted)
     fleet = fleet_class(choice.name)(spec)
+    spec.meeting.close()
     fleet.passed_over = choice.passed_over
     log.info("fleet %d: %s", spec.meeting.fleet_id, fleet.describe())
     return fleet
@@ -80,17 +82,17 @@ def agree(wanted: FleetSpec) -> tuple[FleetSpec, Choice]:
 
 def _hello(wanted: FleetSpec) -> dict[str, Any]:
     bootstrap, params, knobs, name = wanted.bootstrap, wanted.params, wanted.knobs, wanted.backend
+    _check_supervision(knobs)
     candidates = available_backends() if name == "auto" else (name,)
     offers = {}
     for candidate in candidates:
-        cls = fleet_class(candidate)
         capability = probe(candidate)
         reason = capability.reason
         if capability.available:
             try:
                 if capability.limits is not None:
                     check_limits(candidate, capability.limits, params, bootstrap.world_size, resolve_device(bootstrap))
-                _check_knobs(cls, knobs)
+                _check_knobs(fleet_class(candidate), knobs)
             except MoEEpConfigError as error:
                 if name != "auto":
                     raise
@@ -113,6 +115,19 @@ def _check_knobs(cls: type[Fleet], knobs: Sequence[FleetAlgoKnob]) -> None:
                 type(knob).__name__,
                 f"what {cls.name} honours: {', '.join(sorted(k.__name__ for k in cls.knobs)) or 'none'}",
                 "leave it out, or choose another backend",
+            )
+
+
+def _check_supervision(knobs: Sequence[FleetAlgoKnob]) -> None:
+    """Refuse fault tolerance under torchrun, unless the caller knows better."""
+    for knob in knobs:
+        tolerant = isinstance(knob, FleetAlgoKnobFaultTolerance) and knob.enabled and not knob.supervised
+        if tolerant and "TORCHELASTIC_RUN_ID" in os.environ:
+            raise config_error(
+                "FleetAlgoKnobFaultTolerance.supervised",
+                "False under torchrun, which ends all workers when one of them ends",
+                "True where something keeps the others, and their store, running",
+                "start ranks with moefleet.launch or a supervisor of your own, or leave the knob out",
             )
 
 

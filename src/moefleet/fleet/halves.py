@@ -258,7 +258,7 @@ class HalvesHandle(Handle, Generic[F, S]):
         # Only now, so that a refused update changes nothing.
         self._given_weights, self._split, self._expected_rows = given, split, expected_rows
         self._shape = ids.shape
-        self._snapshot(ids.detach(), weights.detach())
+        self._snapshot(ids, weights.detach() if weights.requires_grad else weights)
 
     def _honour(self, knob: HandleAlgoKnob) -> None:
         """Apply a knob of the transport's own, or raise."""

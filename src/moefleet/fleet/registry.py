@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from typing import TypeVar
 
 from ..config import BootstrapConfig, CommConfig, FleetParams, resolve_device
-from ..errors import MoEEpConfigError, MoEEpUnknownBackendError, config_error
+from ..errors import MoEEpConfigError, MoEEpNotBuiltError, MoEEpUnknownBackendError, config_error
 from .base import Fleet
 from .limits import Limits, check_limits
 
@@ -70,14 +70,17 @@ def fleet_class(name: str) -> type[Fleet]:
 
     Raises:
         MoEEpUnknownBackendError: nothing of that name; the message lists what there is.
+        MoEEpNotBuiltError: the package that offers it cannot be imported.
     """
     if name not in _fleets:
-        if name in BUILT_IN:
-            importlib.import_module(BUILT_IN[name])
-        else:
-            for point in entry_points(group=ENTRY_POINT_GROUP):
-                if point.name == name:
+        try:
+            if name in BUILT_IN:
+                importlib.import_module(BUILT_IN[name])
+            else:
+                for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
                     register_fleet(name)(point.load())
+        except (ImportError, AttributeError) as error:
+            raise MoEEpNotBuiltError(f"transport {name!r} cannot be imported: {error}") from error
     if name not in _fleets:
         raise config_error(
             "backend",
@@ -92,12 +95,19 @@ def fleet_class(name: str) -> type[Fleet]:
 def probe(name: str, bootstrap: BootstrapConfig | None = None, params: FleetParams | None = None) -> Capability:
     """What transport ``name`` can do in this process, and why not if it cannot. Nothing is allocated.
 
-    With ``params`` (and ``bootstrap``) the transport's limits are held against them as well.
+    With ``params`` (and ``bootstrap``) the transport's limits are held against them as well. A transport that cannot be
+    imported, or whose own probe fails, is not available, and that is the reason.
 
     Raises:
         MoEEpUnknownBackendError: no transport of that name.
     """
-    capability = fleet_class(name).probe()
+    try:
+        capability = fleet_class(name).probe()
+    except MoEEpUnknownBackendError:
+        raise
+    except Exception as error:
+        told = str(error) if isinstance(error, MoEEpNotBuiltError) else f"its probe failed: {error!r}"
+        return Capability(False, told)
     if not capability.available or params is None or capability.limits is None:
         return capability
     boot = bootstrap or BootstrapConfig(1, 0)

@@ -59,22 +59,26 @@ class _Moved(Exception):
 class Meeting:
     """One gathering of all ranks, under a name of its own in the store, at which values are exchanged in steps.
 
-    The store numbers the fleets: a rank's n-th meeting is everybody's n-th. One that a rank missed is closed for good,
-    and whoever comes to it late moves on to the next. A running Fleet that changes its ranks meets under its own id and
+    The store numbers the fleets: a rank's n-th meeting is everybody's n-th. One that is over, or that a rank missed, is
+    closed for good, and whoever comes to it late moves on to the next. A running Fleet that changes its ranks meets under its own id and
     the next generation (:meth:`next_generation`), and announces that to whoever is new: a process that comes to a
     meeting finds the announcement, and joins there instead.
 
     Attributes:
         fleet_id, generation: the name.
+        last_tried: the last generation that this one tried to go on to.
         incarnation: this process's identity.
         store: what belongs to this meeting.
     """
+
+    rank: int
+    world_size: int
 
     def __init__(self, bootstrap: BootstrapConfig) -> None:
         self._start(bootstrap, resolve_store(bootstrap))
         self._fresh = True
         while not self._answer_announcement():
-            ticket = self._guard(self._root.add, f"moefleet/ticket/{self.rank}", 1)
+            self._ticket = ticket = self._guard(self._root.add, f"moefleet/ticket/{self.rank}", 1)
             key = f"moefleet/fleet_of_ticket/{ticket}"
             if self.rank == 0:
                 number = self._guard(self._root.add, "moefleet/fleets", 1)
@@ -95,7 +99,12 @@ class Meeting:
         """The meeting at which the ranks of ``before`` that stay meet those that are new, under the new bootstrap."""
         meeting = cls.__new__(cls)
         meeting._start(bootstrap, before._root if bootstrap.tcp_store is None else resolve_store(bootstrap))
-        meeting._name(before.fleet_id, before.generation + 1)
+        # One that failed is closed, by whoever noticed, and never used again.
+        before.last_tried += 1
+        meeting._name(before.fleet_id, before.last_tried)
+        while meeting._guard(meeting.store.check, ["closed"]):
+            before.last_tried += 1
+            meeting._name(before.fleet_id, before.last_tried)
         meeting._claim()
         record = json.dumps([meeting.fleet_id, meeting.generation, meeting.world_size])
         for rank in range(meeting.world_size):
@@ -105,6 +114,7 @@ class Meeting:
     def _start(self, bootstrap: BootstrapConfig, root: Any) -> None:
         self.bootstrap, self._root = bootstrap, root
         self._fresh = False
+        self._ticket = 0
         self.rank, self.world_size = bootstrap.rank, bootstrap.world_size
         self.incarnation = secrets.randbits(62) if bootstrap.incarnation is None else bootstrap.incarnation
         self._deadline = time.monotonic() + bootstrap.timeout_s
@@ -112,6 +122,7 @@ class Meeting:
 
     def _name(self, fleet_id: int, generation: int) -> None:
         self.fleet_id, self.generation = fleet_id, generation
+        self.last_tried = generation
         self.store = dist.PrefixStore(f"moefleet/{fleet_id}/{generation}", self._root)
 
     def _claim(self) -> None:
@@ -142,11 +153,19 @@ class Meeting:
             return False
         self._tried.append(record)
         elsewhere = dist.PrefixStore(f"moefleet/{record[0]}/{record[1]}", self._root)
-        if not self._try_claim(elsewhere):
+        if self._guard(elsewhere.check, ["closed"]) or not self._try_claim(elsewhere):
             return False
+        self._give_ticket_back()
         self._name(record[0], record[1])
         self._fresh = False
         return True
+
+    def _give_ticket_back(self) -> None:
+        """This rank joins a running Fleet after all: its next meeting is again that of the others."""
+        if self._ticket:
+            self._guard(self._root.add, f"moefleet/ticket/{self.rank}", -1)
+            if self.rank == 0:
+                self._guard(self._root.delete_key, f"moefleet/fleet_of_ticket/{self._ticket}")
 
     def exchange(self, step: str, make: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Run ``make`` here, publish what it returns (JSON values), and return every rank's, in rank order.
@@ -195,7 +214,7 @@ class Meeting:
         return got
 
     def close(self) -> None:
-        """Mark this meeting as over, so that a rank that comes late does not join it."""
+        """Mark this meeting as over, so that whoever comes late does not join it."""
         self._guard(self.store.set, "closed", "1")
 
     def remaining_s(self) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -14,6 +15,8 @@ from ..errors import MoEEpFaultToleranceUnsupportedError, MoEEpRankEvictedError,
 from ..knobs import FleetAlgoKnob, FleetAlgoKnobFaultTolerance, FleetAlgoKnobTopologyCapacity
 from ..placement import Placement
 from ..substrate.faults import FaultState
+from .agreement import Agreement, Decision
+from .agreement.values import mask_list, members
 from .base import Fleet, FleetSpec
 from .create import agree
 from .rendezvous import Meeting
@@ -42,9 +45,12 @@ class FaultTolerantFleet(Fleet):
         tolerance: the knob in force, or ``None``.
         capacity: most ranks that it may grow to.
         faults: accusations and mask of this rank; the subclass keeps it.
+        agreement: this rank's part in the agreement of the present ranks, ``None`` without fault tolerance; the
+            subclass keeps it.
     """
 
     faults: FaultState
+    agreement: Agreement | None
     knobs: ClassVar[frozenset[type[FleetAlgoKnob]]] = frozenset(
         {FleetAlgoKnobFaultTolerance, FleetAlgoKnobTopologyCapacity}
     )
@@ -57,6 +63,11 @@ class FaultTolerantFleet(Fleet):
         for knob in spec.knobs:
             if isinstance(knob, FleetAlgoKnobTopologyCapacity):
                 self.capacity = knob.n
+        if self.capacity < spec.bootstrap.world_size:
+            raise config_error(
+                "FleetAlgoKnobTopologyCapacity.n", self.capacity, f"at least world_size = {spec.bootstrap.world_size}"
+            )
+        self._eviction = ""
 
     @abstractmethod
     def _retopologise(self, meeting: Meeting, placement: Placement) -> None:
@@ -74,6 +85,22 @@ class FaultTolerantFleet(Fleet):
     def _mask_changed(self) -> None:
         """Bring what steps read in line with ``faults.mask``."""
 
+    @abstractmethod
+    def _last_step(self) -> int:
+        """The last step begun."""
+
+    @abstractmethod
+    def _resume(self, step: int) -> None:
+        """Let ``step`` be the next one, on clean buffers."""
+
+    @abstractmethod
+    def _leave_round(self) -> None:
+        """Tell the peers that this rank is back from a round, having adopted ``faults.epoch``."""
+
+    @abstractmethod
+    def _require_built(self) -> None:
+        """Raise MoEEpError once the Fleet was destroyed."""
+
     @property
     def supports_fault_tolerance(self) -> bool:
         return self.tolerance is not None
@@ -87,28 +114,33 @@ class FaultTolerantFleet(Fleet):
     def active_mask_epoch(self) -> int:
         return self.faults.epoch
 
+    def require_alive(self) -> None:
+        """Raise where no step can run: MoEEpError once destroyed, MoEEpRankEvictedError while evicted."""
+        self._require_built()
+        self.require_member()
+
     def require_member(self) -> None:
         """Raise MoEEpRankEvictedError where the others go on without this rank."""
         if self.faults.evicted:
-            raise MoEEpRankEvictedError(
-                f"rank {self.bootstrap.rank} was masked by decision {self.faults.epoch} "
-                f"(mask {self.faults.active()}); drop its handles and call clear_faults(readmit=True) together with "
-                "the survivors, or end the process"
-            )
+            raise MoEEpRankEvictedError(self._eviction)
 
     def query_fault(self) -> bool:
         self._guard("query_fault", "a captured answer would stay what it was at capture")
+        self.require_member()
         self._look_for_deaths()
         return self.faults.fault
 
     def query_active_mask(self, out: torch.Tensor | None = None) -> torch.Tensor:
         self._guard("query_active_mask", "the mask would be frozen into the graph")
-        mask = torch.tensor(self.faults.active(), dtype=torch.int32, device=self.bootstrap.device)
-        return mask if out is None else out.copy_(mask)
+        self.require_member()
+        return self._mask() if out is None else out.copy_(self._mask())
 
     def set_active_mask(self, mask: torch.Tensor | Sequence[int]) -> None:
+        """See :meth:`moefleet.Fleet.set_active_mask`. The next decision takes ranks masked here for accused; it does
+        not bring those back that an earlier decision masked: that takes ``clear_faults(readmit=True)``."""
         self._guard("set_active_mask", "it changes host state, which a replay does not repeat")
         self.require_member()
+        self._require_idle("set_active_mask")
         bits = [int(bit) for bit in (mask.tolist() if isinstance(mask, torch.Tensor) else mask)]
         rank, world = self.bootstrap.rank, self.bootstrap.world_size
         if len(bits) != world:
@@ -121,6 +153,78 @@ class FaultTolerantFleet(Fleet):
             )
         self.faults.adopt(self.faults.epoch, bits)
         self._mask_changed()
+
+    def reconcile_active_mask(self, *, timeout_s: float | None = None) -> torch.Tensor:
+        """Agree with the other survivors on one mask, and adopt it. All of them call it, between steps.
+
+        Blocks until every active rank has called or is proven dead, at most ``timeout_s`` and a takeover time for each
+        rank. The mask stays as it was where it raises.
+
+        Args:
+            timeout_s: instead of the knob's ``reconcile_timeout_s``.
+
+        Returns:
+            The mask in force, int32 ``[W]``.
+
+        Raises:
+            MoEEpRankEvictedError: the others went on without this rank; drop its handles, then
+                ``clear_faults(readmit=True)``, or end the process.
+            MoEEpNoQuorumError: too few ranks answered. May be tried again.
+            MoEEpStoreError: the store did not answer.
+            MoEEpConfigError: a step is open.
+        """
+        agreement = self._guard("reconcile_active_mask", "it talks to a store, which a replay does not repeat")
+        self.require_member()
+        self._require_idle("reconcile_active_mask")
+        if timeout_s is not None and not 0 < timeout_s < math.inf:
+            raise config_error("reconcile_active_mask: timeout_s", timeout_s, "a finite number of seconds above 0")
+        self._look_for_deaths()
+        masked_by_hand = agreement.decision.mask & ~self.faults.mask
+        accused = tuple(members(self.faults.accused | masked_by_hand))
+        return self._adopt(lambda: agreement.reconcile(accused, self._last_step(), timeout_s=timeout_s))
+
+    def clear_faults(self, *, readmit: bool = False) -> torch.Tensor:
+        """Forget accusations, so that detection starts anew; with ``readmit`` also take masked ranks back.
+
+        Args:
+            readmit: ``False``: local, at once. ``True``: for the survivors and for those to be taken back alike; it
+                blocks until all ranks that are not proven dead have called, at most ``reconcile_timeout_s`` and a
+                takeover time for each rank. Whoever did not come stays masked.
+
+        Returns:
+            The mask in force, int32 ``[W]``.
+
+        Raises:
+            MoEEpRankEvictedError: without ``readmit``, on an evicted Fleet; with it, on one that learns of its
+                eviction just now and then calls again.
+            MoEEpNoQuorumError, MoEEpStoreError, MoEEpConfigError: as for :meth:`reconcile_active_mask`.
+        """
+        agreement = self._guard("clear_faults", "it re-arms detection on the host, which a replay does not repeat")
+        if not readmit:
+            self.require_member()
+        self._require_idle("clear_faults")
+        if readmit:
+            return self._adopt(lambda: agreement.readmit(self._last_step()))
+        self.faults.forgive()
+        return self._mask()
+
+    def _adopt(self, agree_on: Callable[[], Decision]) -> torch.Tensor:
+        """Come to a decision with the others, and bring this rank in line with it."""
+        try:
+            decision = agree_on()
+            self.faults.adopt(decision.number, mask_list(decision.mask, self.bootstrap.world_size))
+            self.faults.forgive()
+            self._mask_changed()
+            self._resume(decision.resume_step)
+        except MoEEpRankEvictedError as error:
+            self.faults.evicted, self._eviction = True, str(error)
+            raise
+        finally:
+            self._leave_round()
+        return self._mask()
+
+    def _mask(self) -> torch.Tensor:
+        return torch.tensor(self.faults.active(), dtype=torch.int32, device=self.bootstrap.device)
 
     def update_topology(
         self,
@@ -161,16 +265,19 @@ class FaultTolerantFleet(Fleet):
         meeting = Meeting.next_generation(self.spec.meeting, bootstrap)
         spec, _ = agree(replace(self.spec, bootstrap=bootstrap, meeting=meeting, placement=where, backend=self.name))
         self._retopologise(meeting, where)
+        meeting.close()
         self.spec = spec
 
     def _require_idle(self, call: str) -> None:
         if count := self._open_steps():
             raise config_error(call, f"{count} open steps", "none", "combine or destroy the handles first")
 
-    def _guard(self, call: str, why_not_captured: str) -> None:
-        if self.tolerance is None:
+    def _guard(self, call: str, why_not_captured: str) -> Agreement:
+        if self.tolerance is None or self.agreement is None:
             raise self._no_fault_tolerance(call)
         if capturing():
             raise MoEEpFaultToleranceUnsupportedError(
                 f"{call} under CUDA-graph capture: {why_not_captured}; call it between replays"
             )
+        self._require_built()
+        return self.agreement

@@ -52,18 +52,22 @@ class Operation(enum.IntEnum):
     CLOSED = 3  # done with the step, well or badly: its buffers are no longer read
 
 
+_FLAGS = tuple(tuple((2 + phase * SETS + s - SETS) * WORDS_PER_LINE for s in range(SETS)) for phase in Operation)
+
+
 def flag_word(operation: Operation, step: int) -> int:
     """Word that commits this phase of this step; it then holds ``step``."""
-    line = 2 + (operation - Operation.DISPATCH) * SETS + step % SETS
-    return line * WORDS_PER_LINE
+    return _FLAGS[operation][step % SETS]
 
 
 REASON_BYTES = 512
-_MASK_BYTES = 32
-MAX_RANKS = _MASK_BYTES * 8
-_HEADER = struct.Struct(f"<10q{_MASK_BYTES}s")
+MASK_BYTES = 32
+MAX_RANKS = MASK_BYTES * 8
+_HEADER = struct.Struct(f"<9q{MASK_BYTES}sq")
 HEADER_BYTES = 1024
 _REASON_AT = HEADER_BYTES - REASON_BYTES
+TOKENS_AT = _HEADER.size - 8
+"""Byte at which a header holds ``tokens``. All before it is equal on ranks that are in the same call, and agree."""
 
 
 class Header(NamedTuple):
@@ -73,7 +77,7 @@ class Header(NamedTuple):
         generation, round, step: where in the Fleet's life this was written.
         operation: the call that wrote it.
         tokens, topk: ``T`` and ``K`` of the step.
-        dtype: code of the rows' dtype (see the transport), 0 for none.
+        dtype: code of the rows' dtype (see ``rowtypes.py``), 0 for none.
         failed: whether the writer gave this step up; then no data follows.
         origin: the rank whose mistake it was, where ``failed``.
         reason: its text, where ``failed``.
@@ -94,10 +98,10 @@ class Header(NamedTuple):
 
     def write(self, memory: memoryview, offset: int) -> None:
         """Store at this byte offset; the phase's flag commits it."""
-        text = self.reason.encode("utf-8", "replace")[:REASON_BYTES]
+        text = self.reason.encode("utf-8", "replace")[:REASON_BYTES] if self.reason else b""
         _HEADER.pack_into(
-            memory, offset, self.generation, self.round, self.step, self.operation, self.tokens, self.topk,
-            self.dtype, self.failed, self.origin, len(text), self.mask.to_bytes(_MASK_BYTES, "little"),
+            memory, offset, self.generation, self.round, self.step, self.operation, self.topk, self.dtype,
+            self.failed, self.origin, len(text), self.mask.to_bytes(MASK_BYTES, "little"), self.tokens,
         )  # fmt: skip
         if text:
             memory[offset + _REASON_AT : offset + _REASON_AT + len(text)] = text
@@ -105,7 +109,7 @@ class Header(NamedTuple):
     @classmethod
     def read(cls, memory: memoryview, offset: int) -> Header:
         """Read a committed header. Nothing here is trusted further than as numbers and text."""
-        g, r, s, op, tokens, topk, dtype, failed, origin, length, mask = _HEADER.unpack_from(memory, offset)
+        g, r, s, op, topk, dtype, failed, origin, length, mask, tokens = _HEADER.unpack_from(memory, offset)
         text = ""
         if failed:
             at = offset + _REASON_AT

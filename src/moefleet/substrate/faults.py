@@ -60,6 +60,10 @@ class FaultState:
         if epoch > self.epoch or (epoch == self.epoch and self.trusted & ~trusted):
             self.behind = True
 
+    def forgive(self) -> None:
+        """Forget accusations, and being behind."""
+        self.accused, self.behind = 0, False
+
     def adopt(self, epoch: int, mask: Iterable[int]) -> None:
         """Take over a decision. Accusations of ranks that it masks are settled, and so is being behind."""
         self.epoch, self.mask = epoch, sum(bool(bit) << rank for rank, bit in enumerate(mask))

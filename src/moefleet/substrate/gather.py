@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,12 @@ _SMALL_BYTES = 1 << 17  # below this a second copy costs less than one call per 
 
 
 def gather_blocks(
-    table: torch.Tensor, rows: Ints, out: torch.Tensor, counts: Sequence[int], starts: Iterable[int]
+    table: torch.Tensor,
+    rows: Ints,
+    out: torch.Tensor,
+    counts: Sequence[int],
+    starts: Sequence[int],
+    places: Ints | None = None,
 ) -> None:
     """Copy the rows of ``table`` that ``rows`` names to blocks of ``out``.
 
@@ -25,17 +30,15 @@ def gather_blocks(
         out: ``[places, H]``.
         counts: rows of each block, ``N`` in all.
         starts: place of each block's first row.
+        places: ``[N]`` place of each row, where it is known anyway.
     """
     index, lo = torch.from_numpy(rows), 0
-    small = len(counts) > 2 and len(rows) * table.shape[1] * table.element_size() <= _SMALL_BYTES
-    taken = table.index_select(0, index) if small else table
+    if places is not None and len(rows) * table.shape[1] * table.element_size() <= _SMALL_BYTES:
+        out.index_copy_(0, torch.from_numpy(places), table.index_select(0, index))
+        return
     for count, at in zip(counts, starts, strict=True):
         if count:
-            place = out[at : at + count]
-            if small:
-                place.copy_(taken[lo : lo + count])
-            else:
-                torch.index_select(table, 0, index[lo : lo + count], out=place)
+            torch.index_select(table, 0, index[lo : lo + count], out=out[at : at + count])
             lo += count
 
 
@@ -64,7 +67,7 @@ def weighted_sum_bags(table: torch.Tensor, rows: Ints, weight: np.ndarray, bag: 
 class Movements(NamedTuple):
     """These functions as a value: there is another set for GPUs, see ``device_gather.py``."""
 
-    gather_blocks: Callable[[torch.Tensor, Ints, torch.Tensor, Sequence[int], Iterable[int]], None]
+    gather_blocks: Callable[..., None]
     sum_bags: Callable[[torch.Tensor, Ints, Ints], torch.Tensor]
     weighted_sum_bags: Callable[[torch.Tensor, Ints, np.ndarray, Ints, torch.Tensor], None]
 

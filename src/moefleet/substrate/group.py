@@ -7,11 +7,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .control import MAGIC, Operation, State, Word
+from .control import MAGIC, State, Word
 from .faults import FaultState
+from .futex import fence, full_fence
 from .memory import AddressRange, create_segment
 from .sockets import DeathWatcher, Mesh
 from .waiting import Waiter
+
+SPIN_S, CROWDED_SPIN_S = 300e-6, 100e-6
+"""How long a wait looks again and again before it sleeps, where there is a core for each rank and where there is not.
+It yields its core at each look, so that a peer that has work runs; what it saves is waking up from an idle core."""
 
 Exchange = Callable[[str, Callable[[], dict[str, Any]]], list[dict[str, Any]]]
 """Publish what a function returns (or the error it raises) to all ranks, and return every rank's, in rank order."""
@@ -35,6 +40,12 @@ class HostGroup:
         timeout_s: budget of building the group.
         silence_s: budget of one wait for a peer.
         faults: who is accused, and whether a missing peer raises.
+
+    Attributes:
+        range: all segments; ``memory`` and ``words`` show them as bytes and as 64-bit words.
+        blocks: for each rank the index of its control block's first word.
+        waiter: flags.
+        closed: whether this rank has left.
     """
 
     def __init__(
@@ -70,10 +81,12 @@ class HostGroup:
         finally:
             for fd in fds:
                 os.close(fd)
-        words = self.range.words()
-        blocks = [r * self.range.stride // 8 for r in range(world_size)]
+        self.closed = False
+        self.memory = memoryview(self.range.buffer).cast("B")
+        self.words = words = self.range.words()
+        self.blocks = blocks = [r * self.range.stride // 8 for r in range(world_size)]
         if spin_s is None:
-            spin_s = 50e-6 if cores() >= world_size else 0.0
+            spin_s = SPIN_S if cores() >= world_size else CROWDED_SPIN_S
         self.waiter = Waiter(words, self.range.address, blocks, rank, spin_s, silence_s, faults)
         self.waiter.publish(Word.MAGIC, MAGIC)
         self.waiter.publish(Word.INCARNATION, incarnation)
@@ -82,31 +95,47 @@ class HostGroup:
         # Runs at destroy, when the group is collected, or at interpreter exit, whichever is first.
         self._depart = weakref.finalize(self, _depart, self.waiter, rank, mesh, watcher)
         try:
+            self.range.use_huge_pages(rank, size)
             exchange("ready", dict)
+            for peer in range(world_size):
+                self.range.use_huge_pages(peer, size)
         except BaseException:
             self._depart()
             raise
 
-    @property
-    def memory(self) -> memoryview:
-        """All segments as bytes, ``range.stride`` apart."""
-        return memoryview(self.range.buffer).cast("B")
+    def gone(self) -> list[int]:
+        """Peers whose process has ended, or that have left: proven, not guessed."""
+        waiter = self.waiter
+        others = [peer for peer in range(self.world_size) if peer != self.rank]
+        return [peer for peer in others if waiter.dead[peer] or waiter.said(peer, Word.STATE) == State.DEPARTED]
 
-    def commit(self, operation: Operation, step: int) -> None:
-        self.waiter.commit(operation, step)
+    def enter_round(self, number: int) -> None:
+        """Say that this rank takes part in making decision ``number``: peers stop waiting for it in a step."""
+        if self.closed:
+            return
+        self.waiter.publish(Word.ROUND, number)
+        fence()  # who sees the state sees the number too
+        self.waiter.publish(Word.STATE, State.IN_ROUND)
+        self.waiter.wake_sleepers()
+
+    def leave_round(self, adopted: int) -> None:
+        """Say that this rank is back, with the decision that it has adopted."""
+        if self.closed:
+            return
+        self.waiter.publish(Word.STATE, State.RUNNING)
+        fence()
+        self.waiter.publish(Word.ROUND, adopted)
 
     def close(self) -> None:
         """Say DEPARTED and let go. Idempotent, waits for nobody; memory stays mapped while tensors view it."""
+        self.closed = True
         self._depart()
-
-    @property
-    def closed(self) -> bool:
-        return not self._depart.alive
 
 
 def _note_death(waiter: Waiter) -> Callable[[int], None]:
     def note(peer: int) -> None:
         waiter.dead[peer] = 1
+        full_fence()
         waiter.wake_sleepers()
 
     return note
@@ -114,6 +143,7 @@ def _note_death(waiter: Waiter) -> Callable[[int], None]:
 
 def _depart(waiter: Waiter, rank: int, mesh: Mesh, watcher: DeathWatcher) -> None:
     waiter.publish(Word.STATE, State.DEPARTED)
+    full_fence()
     waiter.wake_sleepers()
     watcher.close()
     mesh.close()

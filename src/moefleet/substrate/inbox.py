@@ -6,12 +6,14 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..config import EpLayout, FleetParams
 from ..tensors import DispatchOutput
 from .device_gather import movements
-from .routes import Arrivals, ExpertBlocks, Ints, expert_blocks
+from .memory import prefer_huge_pages
+from .routes import Arrivals, ExpertBlocks, Ints, count_to, expert_blocks
 
 
 class Inbox:
@@ -26,13 +28,18 @@ class Inbox:
         self._places = math.prod(self._shape)
         row_bytes = params.token_hidden_size * params.dtype_bytes
         self._rows = torch.empty(self._places * row_bytes, dtype=torch.uint8, device=device)
+        if self._rows.device.type == "cpu":
+            prefer_huge_pages(self._rows)
         self._scales = torch.empty(self._places * params.scale_bytes_per_token, dtype=torch.uint8, device=device)
         self._gather_blocks = movements(device).gather_blocks
         blocks = 1 if self._layout is EpLayout.FLAT else self._shape[0]
         self._starts = np.arange(blocks) * self._shape[-1]
         self._counts = torch.zeros(blocks, dtype=torch.int32)
+        self._counts_host = self._counts.numpy()
+        self._flat_rows: torch.Tensor | None = None
         self._key: tuple[torch.dtype | None, int, torch.dtype | None] = (None, 0, None)
         self._routing: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._routing_host: tuple[Ints, npt.NDArray[np.float32]] | None = None
         self._stale: Ints | slice = slice(0, 0)
 
     def output(self, dtype: torch.dtype, topk: int, scale_dtype: torch.dtype | None) -> DispatchOutput:
@@ -53,6 +60,7 @@ class Inbox:
         if self._routing is None or self._routing[0].shape[1] != topk:
             ids = torch.full((self._places, topk), -1, dtype=torch.int64)
             self._routing = ids, torch.zeros(self._places, topk, dtype=torch.float32)
+            self._routing_host = self._routing[0].numpy(), self._routing[1].numpy()
         ids, weights = (part.view(*self._shape, topk) for part in self._routing)
         if self._layout is EpLayout.RANK_MAJOR:
             return DispatchOutput(rows, ids, weights, expert_counts=self._counts, expert_scales=scales)
@@ -68,32 +76,37 @@ class Inbox:
             table, rows: ``[many, H]``, and ``[N]`` where each arrival lies in it.
             scales: the same for scales: bytes ``[many, S]``, and ``[N]``.
         """
-        blocks = None
+        blocks, places = None, None
         if self._layout is EpLayout.EXPERT_MAJOR:
             blocks = expert_blocks(got.local, got.weights, self._num_local, self._shape[1])
-            rows, counts = rows[blocks.row], blocks.counts
+            rows, counts, places = rows[blocks.row], blocks.counts, blocks.position
         elif self._layout is EpLayout.RANK_MAJOR:
             counts = got.counts
-            self._route(np.arange(len(rows)) + np.repeat(self._starts - got.bounds[:-1], counts), got)
+            places = count_to(len(rows)) + (self._starts - got.bounds[:-1]).repeat(counts)
+            self._route(places, got)
         else:
             counts = np.array([len(rows)])
             self._route(slice(0, len(rows)), got)
-        self._counts.numpy()[:] = counts
-        sizes = counts.tolist()
-        places = self._rows.view(table.dtype).view(self._places, table.shape[1])
-        self._gather_blocks(table, rows, places, sizes, self._starts)
+        self._counts_host[:] = counts
+        self._gather_blocks(table, rows, self._flat(table), counts.tolist(), self._starts.tolist(), places)
         if scales is not None:
             scale_table, scale_rows = scales
             scale_rows = scale_rows if blocks is None else scale_rows[blocks.row]
-            places = self._scales.view(self._places, scale_table.shape[1])
-            self._gather_blocks(scale_table, scale_rows, places, sizes, self._starts)
+            out = self._scales.view(self._places, scale_table.shape[1])
+            self._gather_blocks(scale_table, scale_rows, out, counts.tolist(), self._starts.tolist(), places)
         return blocks
 
+    def _flat(self, table: torch.Tensor) -> torch.Tensor:
+        """The received rows ``[places, H]`` in the table's type."""
+        if self._flat_rows is None or self._flat_rows.dtype != table.dtype:
+            self._flat_rows = self._rows.view(table.dtype).view(self._places, table.shape[1])
+        return self._flat_rows
+
     def _route(self, places: Ints | slice, got: Arrivals) -> None:
-        assert self._routing is not None, "output() comes before fill()"
-        ids, weights = (part.numpy() for part in self._routing)
+        assert self._routing_host is not None, "output() comes before fill()"
+        ids, weights = self._routing_host
         ids[self._stale], weights[self._stale] = -1, 0
-        ids[places], weights[places] = got.local, got.weights
+        ids[places], weights[places] = got.local, np.where(got.local >= 0, got.weights, np.float32(0))
         self._stale = places
 
 

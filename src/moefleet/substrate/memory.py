@@ -21,6 +21,9 @@ from ..errors import MoEEpTransportError, config_error
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+_HUGE_PAGE = 1 << 21
+_MOST_ADDRESSES = 1 << 44
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -37,6 +40,20 @@ def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) 
 
 def _munmap(address: int, size: int) -> None:
     ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
+
+
+def advise(address: int, size: int, advice: int) -> None:
+    """Give advice on the whole pages of a stretch of memory. What the kernel makes of it is its own affair."""
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)
+
+
+def prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """Let fresh private memory be backed by huge pages as it is touched."""
+    advise(tensor.data_ptr(), tensor.nbytes, _MADV_HUGEPAGE)
+    return tensor
 
 
 def available_bytes() -> int:
@@ -101,20 +118,27 @@ class AddressRange:
     @classmethod
     def map(cls, fds: Sequence[int], own: int, size: int, align: int) -> AddressRange:
         """Map segment ``fds[own]`` writable and the others read-only, at a stride that divides by ``align`` bytes."""
-        step = math.lcm(mmap.PAGESIZE, align)
+        step = math.lcm(_HUGE_PAGE, align)
+        if step * len(fds) > _MOST_ADDRESSES:
+            step = math.lcm(mmap.PAGESIZE, align)
         stride = -(-size // step) * step
-        total = stride * len(fds)
-        base = _mmap(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+        total = stride * len(fds) + _HUGE_PAGE
+        start = _mmap(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+        base = -(-start // _HUGE_PAGE) * _HUGE_PAGE
         try:
             for rank, fd in enumerate(fds):
                 writable = mmap.PROT_WRITE if rank == own else 0
                 _mmap(base + rank * stride, size, mmap.PROT_READ | writable, mmap.MAP_SHARED | _MAP_FIXED, fd)
         except BaseException:
-            _munmap(base, total)
+            _munmap(start, total)
             raise
-        buffer = (ctypes.c_char * total).from_address(base)
-        weakref.finalize(buffer, _munmap, base, total).atexit = False
+        buffer = (ctypes.c_char * (stride * len(fds))).from_address(base)
+        weakref.finalize(buffer, _munmap, start, total).atexit = False
         return cls(buffer, base, stride)
+
+    def use_huge_pages(self, rank: int, size: int) -> None:
+        """Gather the pages of a rank's segment into huge ones, where the kernel can: steps then miss the TLB less."""
+        advise(self.address + rank * self.stride, size, _MADV_COLLAPSE)
 
     def words(self) -> memoryview:
         """Every aligned 8-byte word of the range, as unsigned integers. One item access is one load or one store."""

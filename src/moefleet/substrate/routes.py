@@ -7,12 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+
+
+@lru_cache(maxsize=256)
+def count_to(n: int) -> Ints:
+    """0, 1, ... ``n - 1``, shared and read-only."""
+    numbers = np.arange(n)
+    numbers.flags.writeable = False
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,7 @@ class Arrivals:
         token: ``[N]`` the row's token, counted over all ranks' tokens in rank order.
         starts: ``[W]`` where each source's tokens begin in that count.
         local: ``[N, K]`` local expert of each slot, -1 = not here.
-        weights: float32 ``[N, K]``, 0 where not here.
+        weights: float32 ``[N, K]``; what it holds for a slot that is not here means nothing.
     """
 
     bounds: Ints
@@ -37,7 +46,7 @@ class Arrivals:
 
     def rows(self, firsts: Ints) -> Ints:
         """``[N]``: where each row lies in a table in which source ``s``'s token 0 is row ``firsts[s]``."""
-        return self.token + np.repeat(firsts - self.starts, self.counts)
+        return self.token + (firsts - self.starts).repeat(self.counts)
 
 
 def arrivals(
@@ -50,14 +59,20 @@ def arrivals(
         topk: ``K``.
         local_table: ``[E+1]`` local expert of each id, -1 if elsewhere; the last entry is -1, for id -1.
     """
-    local = local_table.take(np.concatenate(ids).reshape(-1, topk), mode="wrap")
-    token = np.flatnonzero((local >= 0).any(axis=1))
     edges = np.array([0, *accumulate(len(part) // topk for part in ids)])
+    together = np.concatenate(ids).reshape(-1, topk), np.concatenate(weights).reshape(-1, topk)
+    return arrivals_among(*together, edges, local_table)
+
+
+def arrivals_among(
+    ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32], edges: Ints, local_table: Ints
+) -> Arrivals:
+    """The same where all ranks' routing ``[R, K]`` lies together, source ``s``'s from row ``edges[s]`` on."""
+    local = local_table.take(ids, mode="wrap")
+    token = np.asarray((local >= 0).any(axis=1)).nonzero()[0]
     bounds = token.searchsorted(edges)
-    local = local.take(token, axis=0)
-    kept = np.concatenate(weights).reshape(-1, topk).take(token, axis=0)
-    kept[local < 0] = 0
-    return Arrivals(bounds, bounds[1:] - bounds[:-1], token, edges[:-1], local, kept)
+    counts = bounds[1:] - bounds[:-1]
+    return Arrivals(bounds, counts, token, edges[:-1], local.take(token, axis=0), weights.take(token, axis=0))
 
 
 @dataclass(frozen=True)
@@ -83,22 +98,22 @@ class ExpertBlocks:
 
 def expert_blocks(local: Ints, weights: npt.NDArray[np.float32], num_local: int, capacity: int) -> ExpertBlocks:
     """Sort arrivals by expert. An expert that a token names twice gets one entry with the summed weight."""
-    taken, slots = local.shape
-    row_of_slot = np.repeat(np.arange(taken), slots)
-    flat = local.reshape(-1)
-    member = np.zeros((num_local + 1, taken), bool)  # the last line takes what is not here
-    member[flat, row_of_slot] = True
-    expert, row = np.nonzero(member[:num_local])
-    counts = np.bincount(expert, minlength=num_local)
-    position = np.arange(len(row)) + np.repeat(np.arange(num_local) * capacity - (np.cumsum(counts) - counts), counts)
-    order = np.argsort(row.astype(np.uint16) if taken <= 2**16 else row, kind="stable")
-    cell = row_of_slot * (num_local + 1) + flat + (flat < 0) * (num_local + 1)
-    summed = np.bincount(cell, weights.reshape(-1), taken * (num_local + 1)).astype(np.float32)
-    row_sorted = row[order]
-    bag = np.searchsorted(row_sorted, np.arange(taken + 1))
-    return ExpertBlocks(
-        counts, row, position, position[order], summed[row_sorted * (num_local + 1) + expert[order]], bag
-    )
+    taken, wide = len(local), num_local + 1
+    # A cell for each (row, expert), and in front of each row's one for what is not here.
+    cell = local + (count_to(taken)[:, None] * wide + 1)
+    member = np.zeros((taken, wide), bool)
+    member.reshape(-1)[cell] = True
+    member[:, 0] = False
+    row, expert = member.nonzero()
+    summed = np.bincount(cell.reshape(-1), weights.reshape(-1), taken * wide).astype(np.float32)
+    weight = summed[row * wide + expert]
+    order = (expert.astype(np.uint16) if wide <= 2**16 else expert).argsort(kind="stable")
+    counts = np.bincount(expert, minlength=wide)[1:]
+    first: Ints = count_to(num_local) * capacity + counts - counts.cumsum()
+    position = count_to(len(row)) + first.repeat(counts)
+    by_row = np.empty_like(position)
+    by_row[order] = position
+    return ExpertBlocks(counts, row[order], position, by_row, weight, row.searchsorted(count_to(taken + 1)))
 
 
 @dataclass(frozen=True)
@@ -126,10 +141,7 @@ def homecoming(ids: npt.NDArray[np.int32], owner_table: Ints, world_size: int) -
     """Args: ids ``[T, K]``; owner_table ``[E+1]`` rank of each id, -1 if nobody's, the last entry -1 for id -1."""
     tokens = len(ids)
     served = np.zeros((tokens, world_size + 1), bool)  # the last column takes -1
-    served[np.arange(tokens)[:, None], owner_table[ids]] = True
-    served = served[:, :world_size]
-    token, rank = np.nonzero(served)
-    position = (np.cumsum(served, axis=0) - 1)[token, rank]
-    bag = np.zeros(tokens + 1, np.int64)
-    np.cumsum(served.sum(axis=1), out=bag[1:])
-    return Homecoming(rank, position, bag)
+    served[count_to(tokens)[:, None], owner_table.take(ids, mode="wrap")] = True
+    token, rank = served[:, :world_size].nonzero()
+    position = served.cumsum(axis=0)[token, rank] - 1
+    return Homecoming(rank, position, token.searchsorted(count_to(tokens + 1)))

@@ -12,6 +12,7 @@ of agreement.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 
@@ -24,9 +25,15 @@ POLL_S = 0.05
 """Longest sleep between two looks, and the most that one sleep counts towards a time budget: a waiter that was
 itself stopped does not blame the time on its peers."""
 
+CLOSED_POLL_S = 0.002
+"""The same for CLOSED flags, which are stored without waking anybody."""
+
 PATIENCE = 3
 """Budgets for which a wait is prolonged while the peer says that it is itself waiting for somebody else: one stalled
 rank does not make its neighbours accuse one another."""
+
+
+_WAITING_ON, _WAITING_STEP, _WAITING_OPERATION = map(int, (Word.WAITING_ON, Word.WAITING_STEP, Word.WAITING_OPERATION))
 
 
 class Waiter:
@@ -59,15 +66,22 @@ class Waiter:
         self.dead = bytearray(len(blocks))
         self.waited_s = [0.0] * len(blocks)
 
+    def mark(self, operation: Operation, step: int) -> None:
+        """Publish a phase that hardly anybody waits for: whoever does looks often."""
+        fence()
+        self._words[self._mine + flag_word(operation, step)] = step
+
     def commit(self, operation: Operation, step: int) -> None:
         """Publish everything this rank wrote for the phase: one store, then wake whoever need not sleep any more."""
         flag = flag_word(operation, step)
         fence()
         self._words[self._mine + flag] = step
         full_fence()
-        words, everybody = self._words, self._faults.everybody
-        if all(words[block + flag] >= step for block in self._blocks) or self._faults.trusted != everybody:
-            self.wake_sleepers()
+        if self._faults.trusted == self._faults.everybody:
+            for block in self._blocks:
+                if self._words[block + flag] < step:
+                    return  # that rank, or a later one, wakes them
+        self.wake_sleepers()
 
     def committed(self, rank: int, operation: Operation, step: int) -> bool:
         return self._words[self._blocks[rank] + flag_word(operation, step)] >= step
@@ -81,15 +95,14 @@ class Waiter:
         return self._words[self._blocks[rank] + word]
 
     def wake_sleepers(self) -> None:
-        """Wake every rank that sleeps on any flag, so that it looks again at everything."""
-        full_fence()
+        """Wake every rank that sleeps on any flag, so that it looks again at everything. A full fence comes before."""
         asleep = set()
-        for rank, block in enumerate(self._blocks):
-            if on := self._words[block + Word.WAITING_ON]:
-                operation = Operation(self.said(rank, Word.WAITING_OPERATION) & 3)
-                if operation is not Operation.NONE and on <= len(self._blocks):
-                    step = self.said(rank, Word.WAITING_STEP)
-                    asleep.add(self._blocks[on - 1] + flag_word(operation, step))
+        words = self._words
+        for block in self._blocks:
+            on = words[block + _WAITING_ON]
+            if on and on <= len(self._blocks) and (operation := words[block + _WAITING_OPERATION] & 3):
+                step = words[block + _WAITING_STEP]
+                asleep.add(self._blocks[on - 1] + flag_word(Operation(operation), step))
         for index in asleep:
             futex_wake(self._address + 8 * index)
 
@@ -112,7 +125,7 @@ class Waiter:
             self.publish(Word.WAITING_STEP, step)
             self.publish(Word.WAITING_OPERATION, operation)
             try:
-                lost = self._sleep(missing, operation, step)
+                lost = self._sleep(peers, missing, operation, step)
             finally:
                 self.publish(Word.WAITING_ON, 0)
         fence()
@@ -121,6 +134,7 @@ class Waiter:
     def _spin(self, missing: list[int], flag: int, step: int) -> list[int]:
         start = now = time.perf_counter()
         while missing and now - start < self._spin_s:
+            os.sched_yield()
             still = [peer for peer in missing if self._words[self._blocks[peer] + flag] < step]
             now = time.perf_counter()
             for peer in missing:
@@ -135,7 +149,7 @@ class Waiter:
             if peer != self._rank and self._gone(peer):
                 self._faults.accuse(peer)
 
-    def _sleep(self, missing: list[int], operation: Operation, step: int) -> list[int]:
+    def _sleep(self, peers: Sequence[int], missing: list[int], operation: Operation, step: int) -> list[int]:
         flag, budget = flag_word(operation, step), self._timeout_s
         spent, prolonged = dict.fromkeys(missing, 0.0), dict.fromkeys(missing, 0.0)
         crossed: set[int] = set()
@@ -150,7 +164,7 @@ class Waiter:
                 if peer in gone:
                     where = self._where(peer, operation, step)
                     self._give_up_on(peer, MoEEpPeerError(where + gone[peer], rank=peer, reason=gone[peer]))
-                elif self._faults.tolerant and self.said(peer, Word.STATE) == State.IN_ROUND:
+                elif self._faults.tolerant and self._in_later_round(peer):
                     self._faults.behind = True
                 elif spent[peer] >= budget:
                     text = f"nothing for {budget:g} s of waiting; it last said: {self.describe(peer)}"
@@ -161,7 +175,7 @@ class Waiter:
                     continue
                 lost.append(peer)
             left = [peer for peer in missing if seen[peer] < step and peer not in lost]
-            if not left or self._somebody_failed(operation, step):
+            if not left or self._somebody_failed(peers, operation, step):
                 return lost
             if left[0] != missing[0]:
                 missing = left
@@ -169,7 +183,8 @@ class Waiter:
             missing = left
             start = time.perf_counter()
             target = missing[0]
-            nap = min(POLL_S, *(budget - spent[peer] for peer in missing))
+            longest = POLL_S if operation is not Operation.CLOSED else CLOSED_POLL_S
+            nap = min(longest, *(budget - spent[peer] for peer in missing))
             futex_wait(self._address + 8 * (self._blocks[target] + flag), seen[target], max(nap, 0.0))
             slept = time.perf_counter() - start
             for peer in missing:
@@ -179,9 +194,11 @@ class Waiter:
                 else:
                     spent[peer] += min(slept, POLL_S)
 
-    def _somebody_failed(self, operation: Operation, step: int) -> bool:
+    def _somebody_failed(self, peers: Sequence[int], operation: Operation, step: int) -> bool:
+        if operation is Operation.CLOSED:
+            return False  # it is waited for because the step failed
         place = Word.FAILED + step % SETS
-        return any(4 * step < self._words[block + place] <= 4 * step + operation for block in self._blocks)
+        return any(4 * step < self._words[self._blocks[peer] + place] <= 4 * step + operation for peer in peers)
 
     def _give_up_on(self, peer: int, error: MoEEpPeerError | MoEEpTimeoutError) -> None:
         if not self._faults.tolerant:
@@ -201,7 +218,16 @@ class Waiter:
             )
         (crossed.add if crossing else crossed.discard)(peer)
 
+    def _in_later_round(self, peer: int) -> bool:
+        """Whether the peer makes a decision that this rank lacks; one that it has will let the peer go on as well."""
+        if self.said(peer, Word.STATE) != State.IN_ROUND:
+            return False
+        fence()
+        return self.said(peer, Word.ROUND) > self._faults.epoch
+
     def _waits_for_another(self, peer: int) -> bool:
+        if self.said(peer, Word.STATE) == State.IN_ROUND:
+            return True
         return self.said(peer, Word.WAITING_ON) not in (0, self._rank + 1)
 
     def _gone(self, peer: int) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...config import FleetParams
+from ...config import EpLayout, FleetParams
 from ...substrate.control import SETS
 from ...substrate.group import HostGroup
 from ...substrate.inbox import Inbox
@@ -21,20 +21,28 @@ from .layout import SegmentLayout
 
 @dataclass(frozen=True)
 class BufferSet:
-    """Memory of the steps of one parity. Lists have an entry for each rank; peers' entries are read only.
+    """Memory of the steps of one parity. Peers' parts are read only.
+
+    Ids past those of the present step are -1, so that ranks with different numbers of tokens can be read as one grid.
 
     Attributes:
-        ids, weights: flat int32 and float32 ``[M * Kmax]``.
-        offsets: int64 ``[2, W]``, where each source's rows begin among those that the rank combined, and how many.
+        ids, weights: flat int32 and float32 ``[M * Kmax]`` of this rank.
+        all_ids, all_weights: the same of all ranks, as rows of ``[W, M * Kmax]``.
+        offsets: int64 ``[2, W]`` of this rank: where each source's rows begin among those that it combined, and how
+            many.
+        my_offsets: int64 ``[W, 2]``: the entries of all ranks' offsets that are about this rank.
         token_rows, combined_rows: ``[W]`` table row at which the rank's tokens and combined rows begin.
         scale_rows: ``[W]`` the same for its scales, in the table of scales.
         tokens, combined: this rank's own memory, ``[M, H]`` and ``[C, H]`` for each row type.
         scales: this rank's own memory, bytes ``[M, S]``.
     """
 
-    ids: list[npt.NDArray[np.int32]]
-    weights: list[npt.NDArray[np.float32]]
-    offsets: list[Ints]
+    ids: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+    all_ids: npt.NDArray[np.int32]
+    all_weights: npt.NDArray[np.float32]
+    offsets: Ints
+    my_offsets: Ints
     token_rows: Ints
     combined_rows: Ints
     scale_rows: Ints | None
@@ -74,8 +82,9 @@ class Buffers:
         tables = {t: group.range.rows(t, params.token_hidden_size) for t in DTYPES[params.dtype_bytes]}
         scale_table = group.range.rows(torch.uint8, layout.scale_bytes) if layout.scale_bytes else None
 
-        def flat(offset: int, dtype: Any, count: int) -> list[npt.NDArray[Any]]:
-            return [np.frombuffer(group.memory, dtype, count, r * group.range.stride + offset) for r in range(world)]
+        def everybodys(offset: int, dtype: Any, count: int) -> npt.NDArray[Any]:
+            strides = (group.range.stride, np.dtype(dtype).itemsize)
+            return np.ndarray((world, count), dtype, group.memory, offset, strides)
 
         def first_rows(offset: int, row_bytes: int) -> Ints:
             return np.array([(r * group.range.stride + offset) // row_bytes for r in range(world)])
@@ -89,11 +98,21 @@ class Buffers:
             token_rows = first_rows(layout.tokens[s], layout.row_bytes)
             combined_rows = first_rows(layout.combined[s], layout.row_bytes)
             scale_rows = None if scale_table is None else first_rows(layout.scales[s], layout.scale_bytes)
+            all_ids = everybodys(layout.ids[s], np.int32, most * params.max_topk)
+            all_weights = everybodys(layout.weights[s], np.float32, most * params.max_topk)
+            all_offsets = everybodys(layout.offsets[s], np.int64, 2 * world)
+            all_ids[group.rank] = -1
+            offsets = all_offsets[group.rank].reshape(2, world)
+            if params.layout is EpLayout.RANK_MAJOR:
+                offsets[0] = np.arange(world) * most
             sets.append(
                 BufferSet(
-                    ids=flat(layout.ids[s], np.int32, most * params.max_topk),
-                    weights=flat(layout.weights[s], np.float32, most * params.max_topk),
-                    offsets=[part.reshape(2, world) for part in flat(layout.offsets[s], np.int64, 2 * world)],
+                    ids=all_ids[group.rank],
+                    weights=all_weights[group.rank],
+                    all_ids=all_ids,
+                    all_weights=all_weights,
+                    offsets=offsets,
+                    my_offsets=all_offsets[:, group.rank :: world],
                     token_rows=token_rows,
                     combined_rows=combined_rows,
                     scale_rows=scale_rows,

@@ -17,7 +17,7 @@ from ...fleet.rendezvous import Meeting
 from ...fleet.tolerance import FaultTolerantFleet
 from ...knobs import HandleAlgoKnob
 from ...placement import Placement
-from ...substrate.control import MAX_RANKS
+from ...substrate.control import MAX_RANKS, SETS
 from ...substrate.futex import unsupported_reason
 from ...substrate.rowtypes import DTYPES
 from ...substrate.sockets import namespace_id
@@ -27,8 +27,6 @@ from .handle import ShmHandle
 from .topology import Topology
 
 FEATURES = frozenset({"halves", "combine_buffer", "fault_tolerance"})
-DEFAULT_SILENCE_MS = 2000
-"""How long a peer may be silent where the fault-tolerance knob says ``timeout_ms=0``."""
 
 LIMITS = Limits(
     device_types=frozenset({"cpu"}),
@@ -60,8 +58,7 @@ class ShmFleet(FaultTolerantFleet):
 
     def _build(self, meeting: Meeting, placement: Placement) -> Topology:
         config = self.spec.config if isinstance(self.spec.config, ShmConfig) else ShmConfig()
-        silence_ms = None if self.tolerance is None else self.tolerance.timeout_ms or DEFAULT_SILENCE_MS
-        return Topology.build(meeting, self.params, placement, config, silence_ms)
+        return Topology.build(meeting, self.params, placement, config, self.tolerance)
 
     def _enter(self, topology: Topology) -> None:
         """From now on steps run over this topology."""
@@ -69,7 +66,10 @@ class ShmFleet(FaultTolerantFleet):
         self.bootstrap, self.placement = topology.bootstrap, topology.placement
         self.faults, self.group, self.steps = topology.faults, topology.group, topology.steps
         self.buffers, self.local_table = topology.buffers, topology.local_table
+        self.agreement = topology.agreement
         self.all_owner_table = self.owner_table = topology.owner_table
+        self.mask_changes = 0
+        self.slots_used = [0] * SETS  # ids of this rank in each set, from the front
         world, rank = self.bootstrap.world_size, self.bootstrap.rank
         self.rows_received, self.rows_sent = np.zeros(world, np.int64), np.zeros(world, np.int64)
         self.expert_rows = ExpertTally(self.placement.num_local(rank))
@@ -82,7 +82,6 @@ class ShmFleet(FaultTolerantFleet):
 
     def create_handle(self, params: HandleParams, algo_knobs: Sequence[HandleAlgoKnob] = ()) -> ShmHandle:
         self.require_alive()
-        self.require_member()
         return ShmHandle(self, params, algo_knobs)
 
     def destroy(self) -> None:
@@ -96,6 +95,16 @@ class ShmFleet(FaultTolerantFleet):
 
     def _mask_changed(self) -> None:
         self.owner_table = self.topology.live_owner_table()
+        self.mask_changes += 1
+
+    def _last_step(self) -> int:
+        return self.steps.last
+
+    def _resume(self, step: int) -> None:
+        self.steps.resume(step)
+
+    def _leave_round(self) -> None:
+        self.group.leave_round(self.faults.epoch)
 
     def stats(self) -> dict[str, Any]:
         taken, given = self.rows_received.tolist(), self.rows_sent.tolist()
@@ -112,7 +121,6 @@ class ShmFleet(FaultTolerantFleet):
             "bad_ids": 0,
         }
 
-    def require_alive(self) -> None:
-        """Raise MoEEpError once the Fleet was destroyed."""
+    def _require_built(self) -> None:
         if self.group.closed:
             raise MoEEpError("this Fleet was destroyed; build another with create_fleet")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,13 +10,12 @@ import numpy.typing as npt
 import torch
 
 from ...config import EpLayout
-from ...errors import MoEEpPeerError
 from ...fleet.halves import HalvesHandle, OpenStep, Phase
-from ...substrate.control import SETS, Header, Operation
+from ...substrate.control import SETS, Operation
 from ...substrate.gather import sum_bags, weighted_sum_bags
 from ...substrate.inbox import Inbox
-from ...substrate.routes import ExpertBlocks, Homecoming, Ints, arrivals, homecoming
-from ...substrate.rowtypes import code_name, row_code
+from ...substrate.routes import Arrivals, ExpertBlocks, Homecoming, Ints, arrivals_among, count_to, homecoming
+from ...substrate.rowtypes import row_code
 from .buffers import BufferSet
 
 if TYPE_CHECKING:
@@ -26,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class ShmStep(OpenStep):
-    """``inbox``: what receives the rows; ``bounds`` ``[W+1]``: where each source's rows begin; ``blocks``: how they are
-    sorted, in EXPERT_MAJOR; ``present``: the ranks that took part in dispatch, as bits."""
+    """``inbox``: what receives the rows; ``got``: which they are; ``blocks``: how they are sorted, in EXPERT_MAJOR;
+    ``present``: the ranks that took part in dispatch, as bits."""
 
     inbox: Inbox
-    bounds: Ints | None = None
+    got: Arrivals | None = None
     blocks: ExpertBlocks | None = None
     present: int = 0
 
@@ -48,6 +46,12 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
     def _snapshot(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         self._ids: npt.NDArray[np.int32] = topk_ids.numpy().astype(np.int32)
         self._weights: npt.NDArray[np.float32] = topk_weights.numpy().copy()
+        self._snapshot_back()
+
+    def _snapshot_back(self) -> None:
+        """Where the sums will be, under the mask in force."""
+        self._back_epoch = self._fleet.mask_changes
+        self._back = homecoming(self._ids, self._fleet.owner_table, self._fleet.bootstrap.world_size)
 
     def _set(self, open_: ShmStep) -> BufferSet:
         return self._fleet.buffers.sets[open_.step % SETS]
@@ -57,31 +61,35 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         return ShmStep(step, dtype, scale_dtype, inbox.output(dtype, self._shape[1], scale_dtype), inbox=inbox)
 
     def _send_tokens(self, open_: ShmStep, tokens: torch.Tensor, scales: torch.Tensor | None) -> None:
-        mine, rank = self._set(open_), self._fleet.bootstrap.rank
+        fleet, mine = self._fleet, self._set(open_)
         count, topk = self._ids.shape
         mine.tokens[tokens.dtype][:count] = tokens
         if scales is not None and mine.scales is not None:
             mine.scales[:count].view(scales.dtype)[:] = scales
-        mine.ids[rank][: count * topk] = self._ids.reshape(-1)
-        mine.weights[rank][: count * topk] = self._weights.reshape(-1)
+        slots, stale = count * topk, fleet.slots_used[open_.step % SETS]
+        mine.ids[:slots], mine.weights[:slots] = self._ids.reshape(-1), self._weights.reshape(-1)
+        if stale > slots:
+            mine.ids[slots:stale] = -1
+        fleet.slots_used[open_.step % SETS] = slots
         code = row_code(tokens.dtype, open_.scale_dtype)
-        self._fleet.steps.commit(Operation.DISPATCH, open_.step, tokens=count, topk=topk, dtype=code)
-        self._fleet.tokens_sent += count
+        fleet.steps.commit(Operation.DISPATCH, open_.step, tokens=count, topk=topk, dtype=code)
+        fleet.tokens_sent += count
 
     def _receive_tokens(self, open_: ShmStep) -> None:
         fleet, theirs = self._fleet, self._set(open_)
-        headers = fleet.steps.collect(Operation.DISPATCH, open_.step)
-        open_.present = self._check_same(headers)
-        topk = self._ids.shape[1]
-        slots = [0 if header is None else header.tokens * topk for header in headers]
-        got = arrivals(
-            [ids[:count] for ids, count in zip(theirs.ids, slots, strict=True)],
-            [weights[:count] for weights, count in zip(theirs.weights, slots, strict=True)],
-            topk,
-            fleet.local_table,
-        )
+        world, topk = fleet.bootstrap.world_size, self._ids.shape[1]
+        tokens, open_.present = fleet.steps.collect(Operation.DISPATCH, open_.step)
+        most = max(tokens)
+        ids = theirs.all_ids[:, : most * topk].reshape(-1, topk)
+        if open_.present != fleet.faults.everybody:
+            ids = ids.copy()
+            for rank in range(world):
+                if not open_.present >> rank & 1:
+                    ids[rank * most : (rank + 1) * most] = -1
+        weights = theirs.all_weights[:, : most * topk].reshape(-1, topk)
+        got = arrivals_among(ids, weights, count_to(world + 1) * most, fleet.local_table)
         self._check_room(len(got.token))
-        open_.bounds = got.bounds
+        open_.got = got
         scale_table, scales = fleet.buffers.scale_table, None
         if scale_table is not None and theirs.scale_rows is not None:
             scales = scale_table, got.rows(theirs.scale_rows)
@@ -92,33 +100,32 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         fleet.steps.overtaken(open_.step)
 
     def _send_rows(self, open_: ShmStep, rows: torch.Tensor) -> None:
-        assert open_.bounds is not None
+        got, by = open_.got, open_.blocks
+        assert got is not None
         fleet, mine = self._fleet, self._set(open_)
         home = mine.combined[rows.dtype]
-        starts = open_.bounds
-        if fleet.params.layout is EpLayout.RANK_MAJOR:
-            starts = np.arange(len(open_.bounds)) * fleet.params.max_tokens_per_rank
-        if open_.blocks is not None:
-            by = open_.blocks
+        if fleet.params.layout is not EpLayout.RANK_MAJOR:  # there they are always the same
+            mine.offsets[0] = got.bounds[:-1]
+        mine.offsets[1] = got.counts
+        if by is not None:
             weighted_sum_bags(rows.reshape(-1, rows.shape[-1]), by.by_row, by.weight, by.bag, home[: len(by.bag) - 1])
         elif rows.data_ptr() != home.data_ptr():
-            flat, counts = rows.reshape(-1, rows.shape[-1]), open_.bounds[1:] - open_.bounds[:-1]
-            for at, count in zip(starts[:-1].tolist(), counts.tolist(), strict=True):
+            flat = rows.reshape(-1, rows.shape[-1])
+            for at, count in zip(mine.offsets[0].tolist(), got.counts.tolist(), strict=True):
                 home[at : at + count] = flat[at : at + count]
-        mine.offsets[fleet.bootstrap.rank][0] = starts[:-1]
-        mine.offsets[fleet.bootstrap.rank][1] = open_.bounds[1:] - open_.bounds[:-1]
-        served = int(open_.bounds[-1])
-        fleet.steps.commit(Operation.COMBINE, open_.step, tokens=served, topk=0, dtype=row_code(rows.dtype, None))
+        code = row_code(rows.dtype, None)
+        fleet.steps.commit(Operation.COMBINE, open_.step, tokens=len(got.token), topk=0, dtype=code)
 
     def _receive_rows(self, open_: ShmStep) -> torch.Tensor:
         fleet, theirs = self._fleet, self._set(open_)
-        rank, world = fleet.bootstrap.rank, fleet.bootstrap.world_size
-        back = homecoming(self._ids, fleet.owner_table, world)
-        present = self._check_same(fleet.steps.collect(Operation.COMBINE, open_.step, open_.present))
-        starts, counts = np.array([offsets[:, rank] for offsets in theirs.offsets]).T
+        if self._back_epoch != fleet.mask_changes:
+            self._snapshot_back()
+        back = self._back
+        _, present = fleet.steps.collect(Operation.COMBINE, open_.step, open_.present)
+        starts, counts = theirs.my_offsets.T
         if fleet.faults.tolerant:
             back = self._without_missing(back, present, counts)
-            counts = np.bincount(back.rank, minlength=world)
+            counts = np.bincount(back.rank, minlength=fleet.bootstrap.world_size)
         rows = (theirs.combined_rows + starts)[back.rank] + back.position
         summed = sum_bags(fleet.buffers.tables[open_.dtype], rows, back.bag)
         fleet.rows_sent += counts
@@ -145,21 +152,3 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         factor = torch.from_numpy(np.divide(total, left, out=np.zeros_like(total), where=left != 0))[lost]
         summed[lost] = (summed[lost].float() * factor[:, None]).to(summed.dtype)
         return summed
-
-    def _check_same(self, headers: Sequence[Header | None]) -> int:
-        """All ranks bring rows of one type, and the same K, to a step. Returns who is present, as bits."""
-        mine, present = headers[self._fleet.bootstrap.rank], 0
-        assert mine is not None
-        for rank, header in enumerate(headers):
-            if header is None:
-                continue
-            present |= 1 << rank
-            if header.topk != mine.topk or header.dtype != mine.dtype:
-                theirs = f"K = {header.topk} and {code_name(header.dtype)}"
-                raise MoEEpPeerError(
-                    f"rank {rank} brought {theirs} to step {header.step}, this rank K = {mine.topk} and "
-                    f"{code_name(mine.dtype)}; a step has one K and one row type",
-                    rank=rank,
-                    reason=theirs,
-                )
-        return present

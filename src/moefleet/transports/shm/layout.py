@@ -65,7 +65,7 @@ class SegmentLayout:
     @staticmethod
     def header(operation: Operation, step: int) -> int:
         """Offset of this phase's header for this step."""
-        return BLOCK_BYTES + (_PHASES.index(operation) * SETS + step % SETS) * HEADER_BYTES
+        return BLOCK_BYTES + ((operation - 1) * SETS + step % SETS) * HEADER_BYTES
 
     @staticmethod
     def failure(step: int) -> int:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from ...errors import MoEEpPeerError, config_error
-from ...substrate.control import SETS, Header, Operation, State, Word
+from ...substrate.control import SETS, TOKENS_AT, Header, Operation, State, Word
 from ...substrate.faults import FaultState
-from ...substrate.futex import fence
+from ...substrate.futex import fence, full_fence
 from ...substrate.group import HostGroup
+from ...substrate.rowtypes import code_name
 from .layout import SegmentLayout
+
+_STATE, _STEP, _OPERATION, _FAILED = map(int, (Word.STATE, Word.STEP, Word.OPERATION, Word.FAILED))
+_RUNNING, _DISPATCH = int(State.RUNNING), int(Operation.DISPATCH)
 
 
 class Steps:
@@ -22,6 +26,9 @@ class Steps:
 
     def __init__(self, group: HostGroup, faults: FaultState, generation: int) -> None:
         self._group, self._faults, self._generation = group, faults, generation
+        rank, world = group.rank, group.world_size
+        self._others = [(rank + away) % world for away in range(1, world)]
+        self._segments = [peer * group.range.stride for peer in range(world)]
         self._last = 0
         self.open: set[int] = set()  # dispatched and not yet combined
         self._spoiled = [0] * SETS
@@ -52,69 +59,94 @@ class Steps:
             )
         waiter = self._group.waiter
         if spoiled := self._spoiled[step % SETS]:
-            waiter.wait([peer for peer in self._others() if self._faults.trusts(peer)], Operation.CLOSED, spoiled)
+            waiter.wait([peer for peer in self._others if self._faults.trusts(peer)], Operation.CLOSED, spoiled)
             self._spoiled[step % SETS] = 0
         self._last = step
         self.open.add(step)
-        waiter.publish(Word.STATE, State.RUNNING)
-        waiter.publish(Word.STEP, step)
-        waiter.publish(Word.OPERATION, Operation.DISPATCH)
+        words, mine = self._group.words, self._group.blocks[self._group.rank]
+        words[mine + _STATE], words[mine + _STEP], words[mine + _OPERATION] = _RUNNING, step, _DISPATCH
         fence()  # a reader that sees data of this step sees its number too: overtaken() relies on it
         return step
 
     def commit(self, operation: Operation, step: int, *, tokens: int, topk: int, dtype: int) -> None:
         """Write the header and let the peers see this phase's data."""
-        self._group.waiter.publish(Word.OPERATION, operation)
-        self._write(Header(0, 0, step, operation, tokens, topk, dtype), SegmentLayout.header(operation, step))
-        self._group.commit(operation, step)
+        group, faults = self._group, self._faults
+        group.words[group.blocks[group.rank] + _OPERATION] = operation
+        header = Header(
+            self._generation, faults.epoch, step, operation, tokens, topk, dtype, False, 0, "", faults.trusted
+        )
+        header.write(group.memory, self._segments[group.rank] + SegmentLayout.header(operation, step))
+        group.waiter.commit(operation, step)
 
-    def _write(self, header: Header, place: int) -> None:
-        header = header._replace(generation=self._generation, round=self._faults.epoch, mask=self._faults.trusted)
-        header.write(self._group.memory, self._segment(self._group.rank) + place)
-
-    def collect(self, operation: Operation, step: int, among: int = -1) -> list[Header | None]:
-        """Wait for every rank's commit and return their headers, in rank order; None for who is masked or missing.
+    def collect(self, operation: Operation, step: int, among: int = -1) -> tuple[list[int], int]:
+        """Wait for every rank's commit.
 
         Args:
             among: ranks that still count in this step, as bits: absent in dispatch is absent in combine.
 
+        Returns:
+            Tokens of each rank, 0 for who is masked or missing, and who is present, as bits.
+
         Raises:
-            MoEEpPeerError: a rank failed in this step, ended, or is in another call.
+            MoEEpPeerError: a rank failed in this step, ended, is in another call, or brings other rows or another K.
             MoEEpTimeoutError: a rank did not come.
         """
-        group, faults = self._group, self._faults
-        headers: list[Header | None] = [None] * group.world_size
-        peers = [peer for peer in self._others() if among & faults.trusted >> peer & 1]
+        group, rank = self._group, self._group.rank
+        memory, words, blocks = group.memory, group.words, group.blocks
+        taking = among & self._faults.trusted
+        peers = [peer for peer in self._others if taking >> peer & 1]
         lost = group.waiter.wait(peers, operation, step)
+        given_up = _FAILED + step % SETS
         for peer in peers:
-            self._raise_if_failed(peer, operation, step)
-        for peer in (*peers, group.rank):
-            if peer in lost:
+            if 4 * step < words[blocks[peer] + given_up] <= 4 * step + operation:
+                self._raise_failure(peer, operation, step)
+        place = SegmentLayout.header(operation, step)
+        at = self._segments[rank] + place
+        mine = bytes(memory[at : at + TOKENS_AT])
+        tokens, present = [0] * group.world_size, 1 << rank
+        tokens[rank] = words[(at + TOKENS_AT) // 8]
+        for peer in peers:
+            at = self._segments[peer] + place
+            # A peer in the same call, of the same mind, differs in nothing but its number of tokens.
+            if peer in lost or (bytes(memory[at : at + TOKENS_AT]) != mine and not self._accept(peer, operation, step)):
                 continue
-            header = Header.read(group.memory, self._segment(peer) + SegmentLayout.header(operation, step))
-            if header.step != step or header.operation is not operation:
-                if faults.tolerant and header.step > step:
-                    faults.behind = True
-                    continue
-                raise MoEEpPeerError(
-                    f"rank {group.rank} is in {operation.name.lower()} of step {step}, rank {peer} in "
-                    f"{header.operation.name.lower()} of step {header.step}",
-                    rank=peer,
-                    reason="another call",
-                )
-            faults.heard(header.round, header.mask)
-            headers[peer] = header
-        return headers
+            tokens[peer] = words[(at + TOKENS_AT) // 8]
+            present |= 1 << peer
+        return tokens, present
 
-    def _raise_if_failed(self, peer: int, operation: Operation, step: int) -> None:
-        failed_step, failed_phase = divmod(self._group.waiter.said(peer, Word.FAILED + step % SETS), 4)
-        if failed_step == step and failed_phase <= operation:
-            header = Header.read(self._group.memory, self._segment(peer) + SegmentLayout.failure(step))
+    def _accept(self, peer: int, operation: Operation, step: int) -> bool:
+        """Whether a peer whose header differs from ours takes part; raises where it is in another call."""
+        place, rank, faults = SegmentLayout.header(operation, step), self._group.rank, self._faults
+        header = Header.read(self._group.memory, self._segments[peer] + place)
+        mine = Header.read(self._group.memory, self._segments[rank] + place)
+        if header.step != step or header.operation is not operation:
+            if faults.tolerant and header.step > step:
+                faults.behind = True
+                return False
             raise MoEEpPeerError(
-                f"rank {header.origin} failed in step {step}, {operation.name.lower()}: {header.reason}",
-                rank=header.origin,
-                reason=header.reason,
+                f"rank {rank} is in {operation.name.lower()} of step {step}, rank {peer} in "
+                f"{header.operation.name.lower()} of step {header.step}",
+                rank=peer,
+                reason="another call",
             )
+        if header.topk != mine.topk or header.dtype != mine.dtype:
+            theirs = f"K = {header.topk} and {code_name(header.dtype)}"
+            raise MoEEpPeerError(
+                f"rank {peer} brought {theirs} to step {step}, this rank K = {mine.topk} and {code_name(mine.dtype)}; "
+                "a step has one K and one row type",
+                rank=peer,
+                reason=theirs,
+            )
+        faults.heard(header.round, header.mask)
+        return True
+
+    def _raise_failure(self, peer: int, operation: Operation, step: int) -> None:
+        header = Header.read(self._group.memory, self._segments[peer] + SegmentLayout.failure(step))
+        raise MoEEpPeerError(
+            f"rank {header.origin} failed in step {step}, {operation.name.lower()}: {header.reason}",
+            rank=header.origin,
+            reason=header.reason,
+        )
 
     def overtaken(self, step: int) -> bool:
         """Whether a peer may have begun to reuse the memory of ``step``: what was read of it is then worth nothing.
@@ -124,7 +156,7 @@ class Steps:
         if self._faults.tolerant:
             fence()
             waiter = self._group.waiter
-            if any(waiter.said(peer, Word.STEP) >= step + SETS for peer in self._others()):
+            if any(waiter.said(peer, Word.STEP) >= step + SETS for peer in self._others):
                 self._faults.behind = True
                 return True
         return False
@@ -138,7 +170,7 @@ class Steps:
     def close(self, step: int) -> None:
         """The step went well."""
         self.open.discard(step)
-        self._group.commit(Operation.CLOSED, step)
+        self._group.waiter.mark(Operation.CLOSED, step)
 
     def fail(self, step: int, error: BaseException | str) -> None:
         """Give an open step up: commit a row-less header for every phase that is left, and close it.
@@ -154,11 +186,13 @@ class Steps:
         phases = (Operation.DISPATCH, Operation.COMBINE)
         left = [phase for phase in phases if not waiter.committed(self._group.rank, phase, step)]
         if left:
-            header = Header(0, 0, step, left[0], failed=True, origin=origin, reason=reason)
-            self._write(header, SegmentLayout.failure(step))
+            epoch, trusted = self._faults.epoch, self._faults.trusted
+            header = Header(self._generation, epoch, step, left[0], 0, 0, 0, True, origin, reason, trusted)
+            header.write(self._group.memory, self._segments[self._group.rank] + SegmentLayout.failure(step))
             waiter.publish(Word.FAILED + step % SETS, 4 * step + left[0])
         for phase in left:
-            self._group.commit(phase, step)
+            waiter.mark(phase, step)
+        full_fence()
         waiter.wake_sleepers()
         self._spoiled[step % SETS] = step
         self.close(step)
@@ -167,10 +201,3 @@ class Steps:
         """Give up the step that this rank was about to begin, for a mistake made before anything was sent."""
         if not self.blocked and not self._group.closed:
             self.fail(self.begin(), error)
-
-    def _others(self) -> list[int]:
-        rank, world = self._group.rank, self._group.world_size
-        return [(rank + away) % world for away in range(1, world)]
-
-    def _segment(self, rank: int) -> int:
-        return rank * self._group.range.stride

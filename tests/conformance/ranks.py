@@ -1,0 +1,98 @@
+"""The parent's side of the suite: run a function on ranks, over one transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from moefleet import EpLayout, FleetParams
+from moefleet.launch import RankPool, RankResult
+from tests.conformance.context import enter
+from tests.conformance.transports import PROMISES, Transport
+from tests.strategies import Problem, make_problem
+
+
+class Ranks:
+    """``ranks(fn, ...)`` runs ``fn(context, ...)`` on ranks and returns every rank's value.
+
+    Args:
+        carried: names of the transports that carried something; a successful call adds this one's.
+    """
+
+    def __init__(self, pool: RankPool, transport: Transport, device: str, carried: set[str]) -> None:
+        self.transport, self.device = transport, device
+        self._pool, self._carried = pool, carried
+
+    def __call__(self, fn: Callable[..., Any], *args: Any, world: int = 3, timeout_s: float = 90.0) -> list[Any]:
+        """Raises AssertionError with every rank's error if a rank raised."""
+        results = self.outcomes(fn, *args, world=world, timeout_s=timeout_s)
+        failed = [result for result in results if result.error is not None]
+        if failed:
+            told = "\n".join(f"rank {r.rank}: {type(r.error).__name__}: {r.error}" for r in failed)
+            raise AssertionError(told) from failed[0].error
+        self._carried.add(self.transport.name)
+        return [result.value for result in results]
+
+    def outcomes(self, fn: Callable[..., Any], *args: Any, world: int = 3, timeout_s: float = 90.0) -> list[RankResult]:
+        """As a call, with every rank's error as a value."""
+        call = (fn, self.transport.name, self.device, args)
+        return self._pool.run(enter, *call, world_size=world, timeout_s=timeout_s)
+
+    # What the transport can do.
+
+    def require(self, promise: str) -> None:
+        """Skip the test unless the transport promises this."""
+        if not self.transport.has(promise):
+            pytest.skip(f"{self.transport.name} does not promise {promise!r}: {PROMISES[promise]}")
+
+    def require_fit(self, params: FleetParams, world: int) -> FleetParams:
+        """Skip the test where the transport's limits refuse these parameters."""
+        if reason := self.transport.why_not(params, world, self.device):
+            pytest.skip(reason)
+        return params
+
+    def fits(self, params: FleetParams, world: int) -> bool:
+        return not self.transport.why_not(params, world, self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The row type of most tests: float32 where it can be carried."""
+        limits = self.transport.limits
+        return torch.float32 if limits is None or 4 in limits.dtype_bytes else torch.bfloat16
+
+    def hidden(self, least: int = 4) -> int:
+        """The smallest hidden size from ``least`` on that the transport carries."""
+        limits = self.transport.limits
+        if limits is None:
+            return least
+        if limits.hidden_sizes is not None:
+            return min((size for size in limits.hidden_sizes if size >= least), default=least)
+        return -(-least // limits.hidden_multiple) * limits.hidden_multiple
+
+    def experts(self, least: int, world: int) -> int:
+        """The smallest number of experts from ``least`` on that it can spread over ``world`` ranks."""
+        limits = self.transport.limits
+        return -(-least // world) * world if limits is not None and limits.experts_divisible else least
+
+    def problem(
+        self,
+        tokens: Sequence[int],
+        *,
+        seed: int = 0,
+        experts: int = 5,
+        topk: int = 3,
+        hidden: int = 4,
+        dtype: torch.dtype | None = None,
+        special: str = "random",
+    ) -> Problem:
+        """A step that the transport's limits allow, with the expert and hidden sizes nearest to those asked for."""
+        world = len(tokens)
+        sizes = (self.experts(experts, world), self.hidden(hidden), topk)
+        return make_problem(seed, world, *sizes, tokens, dtype or self.dtype, special)
+
+    def params(self, problem: Problem, layout: EpLayout, **changes: Any) -> FleetParams:
+        """The smallest Fleet for a problem; skips the test if the limits refuse it."""
+        return self.require_fit(problem.params(layout, **changes), problem.world_size)

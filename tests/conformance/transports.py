@@ -1,0 +1,70 @@
+"""Which transports a run exercises, and what each of them promises."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from moefleet import BootstrapConfig, Capability, FleetParams, Limits, available_backends, probe
+
+PROMISES = {
+    "canonical_order": "rows lie in the order (source rank, token, slot), not in one of the library's own",
+    "peer_errors": "a rank that fails alone tells its peers at once; they raise MoEEpPeerError and the next step works",
+    "strided_inputs": "tensors that are not contiguous are read correctly",
+    "halves": "dispatch and combine have a sending and a receiving half",
+    "combine_buffer": "combine_buffer() may give memory that combine reads in place",
+}
+"""Words in ``Capability.features`` that tests ask for."""
+
+OWN = frozenset({"shm", "torch_dist", "nvlink"})
+"""Transports of this package that promise these three without saying so."""
+PROMISED_BY_OWN = frozenset({"canonical_order", "peer_errors", "strided_inputs"})
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A transport under test."""
+
+    name: str
+    capability: Capability
+
+    @property
+    def limits(self) -> Limits | None:
+        return self.capability.limits
+
+    def has(self, promise: str) -> bool:
+        assert promise in PROMISES, f"{promise!r} is not one of {sorted(PROMISES)}"
+        return promise in self.capability.features or (self.name in OWN and promise in PROMISED_BY_OWN)
+
+    def why_not(self, params: FleetParams, world_size: int, device: str) -> str:
+        """What of its limits these parameters break; empty if nothing."""
+        return probe(self.name, BootstrapConfig(world_size, 0, device=device), params).reason
+
+
+def chosen(option: str | None, device: str) -> tuple[list[Transport], dict[str, str]]:
+    """The transports of ``--transports``, else of ``MOEFLEET_TRANSPORTS``, else all that are available here.
+
+    Returns:
+        Those transports, and why each other one is left out.
+
+    Raises:
+        LookupError: one that was asked for by name is not available; the message says why.
+    """
+    named = option or os.environ.get("MOEFLEET_TRANSPORTS") or ""
+    names = [name.strip() for name in named.split(",") if name.strip()]
+    found, left_out = [], {}
+    for name in names or available_backends():
+        capability = probe(name)
+        reason = capability.reason
+        kind = torch.device(device).type
+        if capability.available and capability.limits and kind not in capability.limits.device_types:
+            reason = f"its tensors live on {' or '.join(sorted(capability.limits.device_types))}, not on {kind}"
+        if not reason:
+            found.append(Transport(name, capability))
+        elif names:
+            raise LookupError(f"transport {name!r} is not available: {reason}")
+        else:
+            left_out[name] = reason
+    return found, left_out
