@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "cli": EVERYTHING,
     "bench": EVERYTHING,
     "demo": EVERYTHING,
+    "chaos": EVERYTHING,
     "__init__": EVERYTHING,
     "__main__": EVERYTHING,
     "_version": frozenset(),

@@ -31,6 +31,8 @@ class FleetAlgoKnobFaultTolerance(FleetAlgoKnob):
         coordinator_takeover_s: how long the rank whose turn it is may take to offer a decision.
         renormalize: rescale rows that lost some of their experts by (sum of all weights) / (sum of live ones).
         quorum: ``"majority"`` or ``"any"``.
+        supervised: under torchrun: whether something else keeps the other workers running when one ends. torchrun by
+            itself ends them all, so that nothing is left to tolerate; fault tolerance is then refused.
     """
 
     enabled: bool = True
@@ -39,6 +41,7 @@ class FleetAlgoKnobFaultTolerance(FleetAlgoKnob):
     coordinator_takeover_s: float = 10.0
     renormalize: bool = False
     quorum: Literal["majority", "any"] = "majority"
+    supervised: bool = False
 
     def __post_init__(self) -> None:
         if self.timeout_ms < 0:

@@ -81,9 +81,11 @@ def one_leaves(ctx: RankContext, params: FleetParams, problem: Problem, when: st
         if when == "in a step":
             routed(fleet, ids, weights).dispatch(sent(x))
         fleet.destroy()
+        ctx.meet("both found out")
         return y, None
     with pytest.raises(MoEEpError) as caught:
         step(fleet, x, ids, weights)
+    ctx.meet("both found out")
     return y, caught.value
 
 

@@ -14,6 +14,7 @@ from tests.conformance.transports import chosen
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_a_run_without_any_transport_fails() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/conformance/test_lifetime.py"]
     ran = subprocess.run([*command, "--device", "meta"], cwd=ROOT, capture_output=True, text=True, timeout=110)

@@ -25,6 +25,12 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _HUGE_PAGE = 1 << 21
 _MOST_ADDRESSES = 1 << 44
 _FAILED = ctypes.c_void_p(-1).value
+_V2, _V1 = "/sys/fs/cgroup/memory.", "/sys/fs/cgroup/memory/memory."
+_CONTROL_GROUPS = (
+    (f"{_V2}max", f"{_V2}current", f"{_V2}stat", ("active_file", "inactive_file")),
+    (f"{_V1}limit_in_bytes", f"{_V1}usage_in_bytes", f"{_V1}stat", ("total_active_file", "total_inactive_file")),
+)
+"""Of a control group: the limit, what is used, the statistics, and what in them the kernel could drop at once."""
 
 
 def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
@@ -63,13 +69,13 @@ def available_bytes() -> int:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
+    for limit, used, stat, reclaimable in _CONTROL_GROUPS:
         try:
-            with open(limit) as most, open(used) as now:
-                free = min(free, int(most.read()) - int(now.read()))
+            with open(limit) as most, open(used) as now, open(stat) as lines:
+                pages = dict(line.split() for line in lines)
+                # Files that were read stay in memory until it is needed: they count as used, and are not.
+                cached = sum(int(pages.get(kind, 0)) for kind in reclaimable)
+                free = min(free, int(most.read()) - int(now.read()) + cached)
         except (OSError, ValueError):  # no such controller, or "max"
             continue
     return int(free) if free != math.inf else 2**62

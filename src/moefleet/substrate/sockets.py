@@ -14,11 +14,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ..errors import MoEEpPeerError, MoEEpTimeoutError, MoEEpTransportError
 
 _HELLO = struct.Struct("<QI")
+_HELLO_S = 10.0  # how long somebody who connects may take to say who it is
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -66,14 +67,14 @@ class Mesh:
             self._listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 link, _ = self._listener.accept()
-                link.settimeout(max(0.01, deadline - time.monotonic()))
-                token, peer = _HELLO.unpack(_read(link, _HELLO.size))
             except TimeoutError as error:
                 raise MoEEpTimeoutError(
                     f"shared memory: rank {self.rank} waited {timeout_s:g} s for a connection from ranks {missing}",
                     ranks=missing,
                 ) from error
             _, uid, _ = _credentials(link)
+            link.settimeout(min(_HELLO_S, max(0.01, deadline - time.monotonic())))
+            token, peer = _read_hello(link)
             if peer not in missing or token != tokens[peer] or uid != os.getuid():
                 link.close()  # a stranger on this host: nothing of ours was sent
                 continue
@@ -84,14 +85,22 @@ class Mesh:
         """Give every peer this rank's descriptor and take theirs. Returns one per rank, for the caller to close."""
         fds = [-1] * self.world_size
         fds[self.rank] = fd
-        for link in self.peers.values():
-            link.settimeout(timeout_s)
-            socket.send_fds(link, [b"\1"], [fd])
-        for peer, link in self.peers.items():
-            data, got, _, _ = socket.recv_fds(link, 1, 1)
-            if not data or len(got) != 1:
-                raise MoEEpPeerError(f"rank {peer} ended while the Fleet was being built", rank=peer, reason="ended")
-            fds[peer] = got[0]
+        try:
+            for peer, link in self.peers.items():
+                link.settimeout(timeout_s)
+                with _naming(peer, timeout_s):
+                    socket.send_fds(link, [b"\1"], [fd])
+            for peer, link in self.peers.items():
+                with _naming(peer, timeout_s):
+                    data, got, _, _ = socket.recv_fds(link, 1, 1)
+                    if not data or len(got) != 1:
+                        raise ConnectionResetError
+                    fds[peer] = got[0]
+        except BaseException:
+            for taken in fds:
+                if taken not in (-1, fd):
+                    os.close(taken)
+            raise
         return fds
 
     def close(self) -> None:
@@ -153,11 +162,23 @@ def _credentials(link: socket.socket) -> tuple[int, int, int]:
     return pid, uid, gid
 
 
-def _read(link: socket.socket, size: int) -> bytes:
+def _read_hello(link: socket.socket) -> tuple[int, int]:
+    """Token and rank that the other end says, or -1 for both where it says nothing of the kind."""
     data = b""
-    while len(data) < size:
-        part = link.recv(size - len(data))
-        if not part:
-            raise MoEEpTransportError("recv", 0, "a rank ended while the Fleet was being built", "end-of-file")
-        data += part
-    return data
+    with contextlib.suppress(OSError):
+        while len(data) < _HELLO.size and (part := link.recv(_HELLO.size - len(data))):
+            data += part
+    return _HELLO.unpack(data) if len(data) == _HELLO.size else (-1, -1)
+
+
+@contextlib.contextmanager
+def _naming(peer: int, timeout_s: float) -> Iterator[None]:
+    """Errors of a socket as errors that name the rank at its other end."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise MoEEpTimeoutError(
+            f"shared memory: waited {timeout_s:g} s for the memory of rank {peer}", ranks=[peer]
+        ) from error
+    except OSError as error:
+        raise MoEEpPeerError(f"rank {peer} ended while the Fleet was being built", rank=peer, reason="ended") from error

@@ -124,10 +124,8 @@ class Waiter:
         if missing:
             self.publish(Word.WAITING_STEP, step)
             self.publish(Word.WAITING_OPERATION, operation)
-            try:
-                lost = self._sleep(peers, missing, operation, step)
-            finally:
-                self.publish(Word.WAITING_ON, 0)
+            lost = self._sleep(peers, missing, operation, step)
+            self.publish(Word.WAITING_ON, 0)
         fence()
         return lost
 
@@ -202,6 +200,7 @@ class Waiter:
 
     def _give_up_on(self, peer: int, error: MoEEpPeerError | MoEEpTimeoutError) -> None:
         if not self._faults.tolerant:
+            self.publish(Word.WAITING_ON, 0)
             raise error
         self._faults.accuse(peer)
 
@@ -209,6 +208,7 @@ class Waiter:
         """Two looks in a row, since a peer's words are not read at one instant."""
         crossing = self._crossing(peer)
         if crossing and peer in crossed:
+            self.publish(Word.WAITING_ON, peer + 1)  # stays until the next commit: the peer must find out as well
             raise MoEEpPeerError(
                 self._where(peer, operation, step)
                 + crossing
@@ -219,10 +219,7 @@ class Waiter:
         (crossed.add if crossing else crossed.discard)(peer)
 
     def _in_later_round(self, peer: int) -> bool:
-        """Whether the peer makes a decision that this rank lacks; one that it has will let the peer go on as well."""
-        if self.said(peer, Word.STATE) != State.IN_ROUND:
-            return False
-        fence()
+        """Whether the peer makes, or has adopted, a decision that this rank lacks: it may never commit this step."""
         return self.said(peer, Word.ROUND) > self._faults.epoch
 
     def _waits_for_another(self, peer: int) -> bool:

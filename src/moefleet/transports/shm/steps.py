@@ -11,6 +11,7 @@ from ...substrate.rowtypes import code_name
 from .layout import SegmentLayout
 
 _STATE, _STEP, _OPERATION, _FAILED = map(int, (Word.STATE, Word.STEP, Word.OPERATION, Word.FAILED))
+_WAITING_ON = int(Word.WAITING_ON)
 _RUNNING, _DISPATCH = int(State.RUNNING), int(Operation.DISPATCH)
 
 
@@ -71,7 +72,8 @@ class Steps:
     def commit(self, operation: Operation, step: int, *, tokens: int, topk: int, dtype: int) -> None:
         """Write the header and let the peers see this phase's data."""
         group, faults = self._group, self._faults
-        group.words[group.blocks[group.rank] + _OPERATION] = operation
+        words, mine = group.words, group.blocks[group.rank]
+        words[mine + _OPERATION], words[mine + _WAITING_ON] = operation, 0
         header = Header(
             self._generation, faults.epoch, step, operation, tokens, topk, dtype, False, 0, "", faults.trusted
         )
@@ -138,6 +140,9 @@ class Steps:
                 reason=theirs,
             )
         faults.heard(header.round, header.mask)
+        if faults.tolerant and header.round != mine.round:
+            faults.behind = True  # made under another decision, its steps are others than ours
+            return False
         return True
 
     def _raise_failure(self, peer: int, operation: Operation, step: int) -> None:
