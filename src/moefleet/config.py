@@ -266,14 +266,20 @@ class IdentityConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class GroupedGemmConfig(KernelConfig):
-    """Gated experts ``w2 @ (act(gate) * up)``.
+    """Gated experts ``w2 @ (act(gate) * (up + up_shift))``, with biases where the weights have them.
 
     Args:
         activation: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"`` or ``"relu"``, applied to the gate half.
+        limit: first clamps gate to at most ``limit`` and up to ``[-limit, limit]``; ``None`` for no clamping.
+        alpha: for ``"silu"``: ``gate * sigmoid(alpha * gate)``.
+        up_shift: added to the (clamped) up half.
     """
 
     name: ClassVar[str] = "grouped_gemm"
     activation: str = "silu"
+    limit: float | None = None
+    alpha: float = 1.0
+    up_shift: float = 0.0
 
 
 @dataclass(frozen=True)

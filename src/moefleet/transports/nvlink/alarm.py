@@ -1,0 +1,64 @@
+"""The word in which kernels report what went wrong, as errors."""
+
+from __future__ import annotations
+
+import enum
+
+from ...errors import MoEEpConfigError, MoEEpError, MoEEpPeerError, MoEEpTimeoutError, config_error
+
+
+class Trouble(enum.IntEnum):
+    """Low byte of the word; above it 16 bits of rank, then a step or (OVERFLOW) rows."""
+
+    TIMEOUT_DISPATCH = 1
+    TIMEOUT_COMBINE = 2
+    PEER_FAILED = 3
+    MISMATCH = 4
+    OVERFLOW = 5
+    PEER_GONE = 6
+
+
+STICKY = (Trouble.TIMEOUT_DISPATCH, Trouble.TIMEOUT_COMBINE)
+"""After these the ranks no longer agree on where they are: the Fleet is done."""
+
+
+def trouble_in(word: int) -> Trouble:
+    """What kind a word reports."""
+    return Trouble(word & 0xFF)
+
+
+def to_error(word: int, capacity: int, timeout_s: float) -> MoEEpError:
+    """The error that a word stands for."""
+    trouble, rank, number = trouble_in(word), word >> 8 & 0xFFFF, word >> 24
+    if trouble in STICKY:
+        phase = "dispatch" if trouble is Trouble.TIMEOUT_DISPATCH else "combine"
+        return MoEEpTimeoutError(
+            f"rank {rank} did not come to {phase} of step {number} within {timeout_s:g} s (BootstrapConfig.timeout_s); "
+            "this Fleet cannot go on: look at that rank's process, then build another Fleet",
+            ranks=[rank],
+        )
+    if trouble is Trouble.PEER_FAILED:
+        return MoEEpPeerError(
+            f"rank {rank} failed in step {number}; its own error says why", rank=rank, reason="failed in this step"
+        )
+    if trouble is Trouble.PEER_GONE:
+        return MoEEpPeerError(
+            f"rank {rank} destroyed its Fleet before step {number}; build another Fleet", rank=rank, reason="it ended"
+        )
+    if trouble is Trouble.MISMATCH:
+        return MoEEpPeerError(
+            f"rank {rank} brought another K or row type to step {number}; a step has one K and one row type",
+            rank=rank,
+            reason="another K or row type",
+        )
+    assert trouble is Trouble.OVERFLOW
+    return _overflow(number, capacity, rank)
+
+
+def _overflow(rows: int, capacity: int, rank: int) -> MoEEpConfigError:
+    return config_error(
+        "FleetParams.max_recv_tokens_per_rank",
+        f"{rows} rows arrived on rank {rank}",
+        f"at most {capacity}",
+        f"build the Fleet with max_recv_tokens_per_rank >= {rows}; M*W always suffices",
+    )

@@ -1,0 +1,207 @@
+"""Where everything lies: one formula for all memory of the transport, equal on all ranks.
+
+Three kinds of memory:
+
+- *shared*: symmetric, two sets, written by peers. Every peer has regions of its own in it and writes nowhere else.
+- *outputs*: what experts read, two sets.
+- *slots*: one handle's routing, written by ``update``, and what its dispatch leaves for its combine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...config import EpLayout, FleetParams
+from ...placement import Placement
+from ...substrate.control import SETS
+
+HEAD_WORDS = 8
+"""int32 words of a dispatch header before the counts per expert: rows, K, row code, status."""
+
+LINE = 16
+"""int64 words between two control words, so that each has cache lines of its own."""
+
+SLOTS = 8
+"""Handle slots allocated at construction; more come as more handles live at once."""
+
+
+class Places(NamedTuple):
+    """Byte offsets in one set of the shared memory, ``S`` being the source rank's region.
+
+    ``head_flag``, ``comb_flag``, ``done_flag``, ``gone`` int64 ``[W]``; ``comb_status`` int32 ``[W]``; ``head`` int32
+    ``[W, head_words]``; ``row_flag``, ``back_flag`` int64 ``[W, M]``; ``local``, ``rank`` int32 and ``weight`` float32
+    ``[W, M, K]``; ``rows``, ``back`` ``[W, M, H]``. In HIGH_THROUGHPUT the last two are the same memory.
+    """
+
+    set_bytes: int
+    head_words: int
+    entries: int
+    head_flag: int
+    comb_flag: int
+    done_flag: int
+    gone: int
+    comb_status: int
+    head: int
+    row_flag: int
+    back_flag: int
+    local: int
+    rank: int
+    weight: int
+    rows: int
+    back: int
+
+
+class SlotPlaces(NamedTuple):
+    """int32 offsets in a handle's slot.
+
+    ``step`` one int64; ``counts`` ``[W]`` rows for each rank; ``per_expert`` ``[P]`` rows for each physical slot;
+    ``token_of`` ``[W, M]`` the token of each row; ``row_of`` ``[M, W]`` the row of each token, -1 for none; ``phys``,
+    ``weight`` (float32), ``rank`` ``[M, K]``: physical slot or -1, its weight, and its place among the rows that this
+    rank brings to the expert (EXPERT_MAJOR; -1 where the token named the expert before).
+    """
+
+    words: int
+    step: int
+    counts: int
+    per_expert: int
+    token_of: int
+    row_of: int
+    phys: int
+    weight: int
+    rank: int
+    got: int
+    start: int
+    place: int
+    share: int
+
+
+class Control(NamedTuple):
+    """int64 offsets in a rank's control words, on its own device."""
+
+    launches: int = 0 * LINE
+    budget_ns: int = 1 * LINE
+    error: int = 2 * LINE
+    bad_ids: int = 3 * LINE
+    done: int = 4 * LINE
+    words: int = 5 * LINE
+
+
+CONTROL = Control()
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """All sizes of one rank's part of a Fleet.
+
+    Attributes:
+        params, placement, rank: what it follows from.
+        shared, slot: offsets.
+        output_rows: rows of one output set.
+    """
+
+    params: FleetParams
+    placement: Placement
+    rank: int
+    shared: Places
+    slot: SlotPlaces
+    output_rows: int
+
+    @classmethod
+    def of(cls, params: FleetParams, placement: Placement, rank: int) -> Geometry:
+        """The formula. Shared memory depends on ``rank`` in nothing."""
+        world, most, topk = placement.world_size, params.max_tokens_per_rank, params.max_topk
+        expert_major = params.layout is EpLayout.EXPERT_MAJOR
+        most_local = max(placement.slots_per_rank)
+        head_words = HEAD_WORDS + (-(-most_local // 8) * 8 if expert_major else 0)
+        take = _packer(128)
+        flags = [take(8 * world) for _ in range(4)]
+        status, head = take(4 * world), take(4 * world * head_words)
+        row_flag, back_flag = take(8 * world * most), take(8 * world * most)
+        slots_bytes = 4 * world * most * topk
+        local, rank_at, weight = take(slots_bytes), take(slots_bytes if expert_major else 0), take(slots_bytes)
+        row_bytes = world * most * params.token_hidden_size * params.dtype_bytes
+        rows = take(row_bytes)
+        back = rows if params.layout is EpLayout.FLAT else take(row_bytes)
+        shared = Places(
+            set_bytes=take(0),
+            head_words=head_words,
+            entries=most * topk,
+            head_flag=flags[0],
+            comb_flag=flags[1],
+            done_flag=flags[2],
+            gone=flags[3],
+            comb_status=status,
+            head=head,
+            row_flag=row_flag,
+            back_flag=back_flag,
+            local=local,
+            rank=rank_at,
+            weight=weight,
+            rows=rows,
+            back=back,
+        )
+
+        take = _packer(32)
+        slots = sum(placement.slots_per_rank)
+        kept = world * most * topk if expert_major else 0
+        slot_at = [
+            take(n) for n in (2, world, slots, world * most, most * world, *[most * topk] * 3, world, world, kept, kept)
+        ]
+        slot = SlotPlaces(take(0), *slot_at)
+        shape = params.received_shape(world, placement.num_local(rank))
+        output_rows = 1
+        for size in shape:
+            output_rows *= size
+        return cls(params, placement, rank, shared, slot, output_rows)
+
+    @property
+    def world_size(self) -> int:
+        return self.placement.world_size
+
+    @property
+    def shared_bytes(self) -> int:
+        """Symmetric memory of this rank."""
+        return SETS * self.shared.set_bytes
+
+    @property
+    def output_bytes(self) -> int:
+        """Rows and routing that experts read, both sets."""
+        row = self.params.token_hidden_size * self.params.dtype_bytes
+        routing = 0 if self.params.layout is EpLayout.EXPERT_MAJOR else 12 * self.params.max_topk
+        return SETS * self.output_rows * (row + routing)
+
+    @property
+    def private_bytes(self) -> int:
+        """The slots of handles, one of them the Fleet's own, and the control words."""
+        return 4 * (SLOTS + 1) * self.slot.words + 8 * CONTROL.words
+
+    @property
+    def total_bytes(self) -> int:
+        """GPU memory of this rank, all of it taken at construction."""
+        return self.shared_bytes + self.output_bytes + self.private_bytes
+
+
+def memory_bytes(params: FleetParams, world_size: int, rank: int = 0) -> dict[str, int]:
+    """GPU bytes that a Fleet of these parameters takes on ``rank``: ``shared``, ``output``, ``private``, ``total``."""
+    geometry = Geometry.of(params, Placement.contiguous(params.num_experts, world_size), rank)
+    return {
+        "shared": geometry.shared_bytes,
+        "output": geometry.output_bytes,
+        "private": geometry.private_bytes,
+        "total": geometry.total_bytes,
+    }
+
+
+def _packer(unit: int) -> Callable[[int], int]:
+    """A function that takes the next ``size`` units of a block and returns where they begin, aligned to ``unit``."""
+    at = 0
+
+    def take(size: int) -> int:
+        nonlocal at
+        start = at
+        at += -(-size // unit) * unit
+        return start
+
+    return take

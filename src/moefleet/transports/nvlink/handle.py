@@ -1,0 +1,207 @@
+"""One step over NVLink: three launches, or more where the halves are called apart.
+
+A step's host work is a large part of an eager step, so what was checked and bound for one kind of tensors (type,
+shape, strides, device, alignment) is kept with the slot, and later tensors of that kind go straight to the launch,
+also those of later handles of the same ``[T, K]`` on that slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...errors import MoEEpConfigError, MoEEpError
+from ...fleet.halves import HalvesHandle, OpenStep, Phase
+from ...knobs import HandleAlgoKnob, HandleAlgoKnobTopKWeights
+from ...tensors import CombineInputParams, CombineOutput, DispatchInputParams, DispatchOutput, HandleParams
+
+if TYPE_CHECKING:
+    from .fleet import NVLinkFleet
+    from .launch import Launch
+
+
+@dataclass
+class NVLinkStep(OpenStep):
+    """``index``: its output set; ``sent``: what the receiving half takes this rank's own rows from."""
+
+    index: int = 0
+    sent: torch.Tensor | None = None
+
+
+class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
+    """See :class:`moefleet.fleet.Handle` for the contract.
+
+    A handle that was used while its stream was being captured keeps its memory when destroyed: the graph reads it.
+    """
+
+    def __init__(self, fleet: NVLinkFleet, params: HandleParams, knobs: Sequence[HandleAlgoKnob]) -> None:
+        self._slot: torch.Tensor | None = None
+        self._captured = False
+        self._bound: dict[Hashable, Launch] = {}
+        super().__init__(fleet, params, knobs)
+
+    def update(self, params: HandleParams, algo_knobs: Sequence[HandleAlgoKnob] = ()) -> None:
+        ids, weights = params.topk_ids, self._given_weights
+        if len(algo_knobs) == 1 and type(algo_knobs[0]) is HandleAlgoKnobTopKWeights:
+            weights, algo_knobs = algo_knobs[0].weights, ()
+        launch = None if algo_knobs else self._bound.get(("update", self._shape, _kind(ids), _kind(weights)))
+        if launch is None or not self._ready(Phase.IDLE):
+            super().update(params, algo_knobs or (() if weights is None else (HandleAlgoKnobTopKWeights(weights),)))
+            return
+        self._given_weights = weights
+        launch(self._stream(), ids, weights)  # type: ignore[arg-type]  # a kind that was bound is a tensor's
+
+    def dispatch(self, params: DispatchInputParams) -> DispatchOutput:
+        if self._split:
+            return super().dispatch(params)
+        open_ = self._begin(params)
+        with self._failing_alone:
+            self._launch_dispatch(open_, send=True, receive=True)
+            if self._fleet.checking:
+                self._fleet.check_now()
+            self._phase = Phase.RECEIVED
+        return open_.output
+
+    def combine(self, params: CombineInputParams) -> CombineOutput:
+        if self._split:
+            return super().combine(params)
+        if not self._ready(Phase.RECEIVED):
+            self._expect(Phase.RECEIVED, "combine")
+        open_, rows, out = self._opened(), params.x[0] if len(params.x) == 1 else None, params.out
+        with self._failing_alone:
+            launch = None if out is None else self._bound.get(("combine", self._shape, _kind(rows), _kind(out)))
+            if launch is not None:
+                assert rows is not None and out is not None, "their kinds were bound"
+                launch(self._stream(), rows, out)
+            else:
+                rows, open_.result = self._check_rows(params, open_)
+                open_.dtype = rows.dtype
+                out = self._launch_combine(open_, rows, send=True, receive=True)
+        self._open, self._phase = None, Phase.IDLE
+        self._fleet.steps.close(open_.step)
+        if self._fleet.checking:
+            self._fleet.check_now()
+        assert out is not None, "it was given or made"
+        return CombineOutput(out)
+
+    def dispatch_send_only(self, params: DispatchInputParams) -> None:
+        open_ = self._begin(params)
+        with self._failing_alone:
+            self._launch_dispatch(open_, send=True, receive=False)
+            self._phase = Phase.DISPATCH_SENT
+
+    def combine_recv_only(self) -> CombineOutput:
+        self._expect(Phase.COMBINE_SENT, "combine_recv_only")
+        open_ = self._opened()
+        with self._failing_alone:
+            result = self._receive_rows(open_)
+        self._open, self._phase = None, Phase.IDLE
+        self._fleet.steps.close(open_.step)
+        self._fleet.check_now()
+        return CombineOutput(result)
+
+    def destroy(self) -> None:
+        super().destroy()
+        if self._slot is not None and not self._captured:
+            self._fleet.return_slot(self._slot)
+        self._slot = None
+
+    def _ready(self, phase: Phase) -> bool:
+        """Whether this call is in order and nothing is to be raised; if not, the long way says why."""
+        return self._phase is phase and self._fleet.quiet()
+
+    def _expect(self, phase: Phase, call: str) -> None:
+        try:
+            super()._expect(phase, call)
+        except MoEEpConfigError:
+            raise  # a call out of order leaves the step as it is
+        except MoEEpError as error:
+            self.give_up(error)
+            raise
+
+    def _begin(self, params: DispatchInputParams) -> NVLinkStep:
+        """Check the input and open the step. What was bound once was checked."""
+        tokens = params.x[0] if len(params.x) == 1 else None
+        if ("dispatch", self._shape, 0, _kind(tokens)) not in self._bound or not self._ready(Phase.IDLE):
+            self._expect(Phase.IDLE, "dispatch")
+            try:
+                tokens, _ = self._check_input(params)
+            except MoEEpConfigError as error:
+                self._fleet.steps.fail_next(error)
+                raise
+        assert tokens is not None, "it was checked"
+        open_ = self._open_step(self._fleet.steps.begin(), tokens.dtype, None)
+        open_.sent, self._open = tokens, open_
+        return open_
+
+    def _snapshot(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        engine = self._fleet.engine
+        if self._slot is None:
+            self._slot = engine.take_slot()
+            self._bound = engine.launches_of(self._slot)
+        key = ("update", self._shape, _kind(topk_ids), _kind(topk_weights))
+        launch = self._bound.get(key)
+        if launch is None:
+            launch = self._bound[key] = engine.bind_update(self._slot, topk_ids, topk_weights)
+        launch(self._stream(), topk_ids, topk_weights)
+
+    def _open_step(self, step: int, dtype: torch.dtype, scale_dtype: torch.dtype | None) -> NVLinkStep:
+        fleet = self._fleet
+        index = fleet.steps.output_of(step)
+        return NVLinkStep(step, dtype, None, fleet.views.of(index, dtype, self._shape[1]), None, index)
+
+    def _send_tokens(self, open_: NVLinkStep, tokens: torch.Tensor, scales: torch.Tensor | None) -> None:
+        raise AssertionError("dispatch_send_only is this class's own")
+
+    def _receive_tokens(self, open_: NVLinkStep) -> None:
+        self._launch_dispatch(open_, send=False, receive=True)
+        self._fleet.check_now()
+
+    def _send_rows(self, open_: NVLinkStep, rows: torch.Tensor) -> None:
+        open_.sent = rows.contiguous()
+        self._launch_combine(open_, open_.sent, send=True, receive=False)
+
+    def _receive_rows(self, open_: NVLinkStep) -> torch.Tensor:
+        assert open_.sent is not None, "the sending half came first"
+        return self._launch_combine(open_, open_.sent, send=False, receive=True)
+
+    def _launch_dispatch(self, open_: NVLinkStep, *, send: bool, receive: bool) -> None:
+        tokens, fleet, index = open_.sent, self._fleet, open_.index
+        assert tokens is not None and self._slot is not None, "a step has both"
+        key = ("dispatch" if send and receive else "send" if send else "receive", self._shape, index, _kind(tokens))
+        launch = self._bound.get(key)
+        if launch is None:
+            output = fleet.engine.outputs[index]
+            launch = fleet.engine.bind_dispatch(self._slot, tokens, self._shape[1], output, send, receive)
+            self._bound[key] = launch
+        launch(self._stream(), tokens)
+        fleet.steps.sent(index, self._slot)
+
+    def _launch_combine(self, open_: NVLinkStep, rows: torch.Tensor, *, send: bool, receive: bool) -> torch.Tensor:
+        assert self._slot is not None, "a handle has a slot from its creation on"
+        result, out, tight = open_.result, open_.result, rows.contiguous()
+        if out is None or not out.is_contiguous():
+            out = torch.empty((self._shape[0], rows.shape[-1]), dtype=rows.dtype, device=rows.device)
+        launch = self._fleet.engine.bind_combine(self._slot, tight, out, self._shape[1], send, receive)
+        launch(self._stream(), tight, out)
+        if result is None:
+            return out
+        if result is out and tight is rows and send and receive:
+            self._bound["combine", self._shape, _kind(rows), _kind(out)] = launch
+        return result if result is out or not receive else result.copy_(out)
+
+    def _stream(self) -> int:
+        stream, captured = self._fleet.ordered_stream()
+        if captured:
+            self._captured = True
+        return stream
+
+
+def _kind(tensor: object) -> Hashable:
+    """All that checks and kernels depend on, the numbers aside."""
+    if type(tensor) is not torch.Tensor:
+        return None
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.data_ptr() & 15

@@ -1,0 +1,286 @@
+"""Dispatch: push rows to their ranks, and unpack what arrives into the layout that experts read. One launch.
+
+A token crosses to a rank once. Its row goes to the sender's own region there, with the slots that name an expert of
+that rank; one flag commits each row, another the header (how many rows come, and in EXPERT_MAJOR how many for each
+expert). The receiver assembles its layout from local memory, and its own rows straight from the input.
+
+Every program sends before it waits, and waits only for peers.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..geometry import CONTROL, HEAD_WORDS
+from .signals import (
+    MISMATCH,
+    OVERFLOW,
+    PEER_FAILED,
+    PEER_GONE,
+    TIMEOUT_DISPATCH,
+    enter,
+    flags,
+    has_gone,
+    reals,
+    release,
+    report,
+    wait,
+    words,
+)
+
+_LAUNCHES = tl.constexpr(CONTROL.launches)
+_DONE = tl.constexpr(CONTROL.done)
+_HEAD = tl.constexpr(HEAD_WORDS)
+
+EXPERT_MAJOR = tl.constexpr(0)
+RANK_MAJOR = tl.constexpr(1)
+FLAT = tl.constexpr(2)
+
+
+@triton.jit
+def dispatch(
+    x, out, out_ids, out_weights, out_counts, slot, peers, firsts, ctl, alarm, x_t, x_h,
+    L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr,
+    M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr, CAP: tl.constexpr,
+    CODE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, SENDERS: tl.constexpr, EARLY: tl.constexpr,
+    SEND: tl.constexpr, RECEIVE: tl.constexpr,
+):  # fmt: skip
+    """Send tokens ``x [T, H]`` and receive into ``out``.
+
+    ``PROGRAMS`` is the grid, the same for every launch of a Fleet: the step's number follows from a count of programs.
+    The first ``SENDERS`` programs send; all receive, or where ``SENDERS < PROGRAMS`` the others.
+    """
+    enter(EARLY)
+    pid = tl.program_id(0)
+    if SEND:
+        step = (tl.atomic_add(ctl + _LAUNCHES, 1, sem="relaxed", scope="gpu") // PROGRAMS) + 1
+        if pid == 0:
+            tl.store((slot + S.step).to(tl.pointer_type(tl.int64)), step)
+    else:
+        step = tl.load((slot + S.step).to(tl.pointer_type(tl.int64)))
+    parity = step % 2
+    to_set = parity * L.set_bytes
+    if SEND:  # noqa: SIM102 - one condition is a constant
+        if pid < SENDERS:
+            _send(pid, x, slot, peers, firsts, to_set, step, x_t, x_h, L, S, LAYOUT, RANK, W, M, H, K, KP, CODE, BLOCK,
+                  SENDERS)  # fmt: skip
+    if RECEIVE:
+        FIRST: tl.constexpr = SENDERS if SENDERS < PROGRAMS else 0
+        if pid >= FIRST:
+            mine = tl.load(peers + RANK) + to_set
+            _receive(pid - FIRST, x, out, out_ids, out_weights, out_counts, slot, mine, firsts, ctl, alarm, step, x_t,
+                     x_h, L, S, LAYOUT, RANK, W, M, H, K, KP, LOCAL, CAP, CODE, BLOCK, PROGRAMS - FIRST)  # fmt: skip
+            if L.rows == L.back:  # combine's rows come into the same memory: tell the peers that it is free
+                tl.debug_barrier()
+                finished = tl.atomic_add(ctl + _DONE, 1, sem="acq_rel", scope="gpu")
+                if finished % (PROGRAMS - FIRST) == PROGRAMS - FIRST - 1:
+                    for j in tl.static_range(1, W):
+                        d = (RANK + j) % W
+                        release(flags(tl.load(peers + d) + to_set, L.done_flag) + RANK, step)
+
+
+@triton.jit
+def _send(pid, x, slot, peers, firsts, to_set, step, x_t, x_h, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr,
+          RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+          CODE: tl.constexpr, BLOCK: tl.constexpr, SENDERS: tl.constexpr):  # fmt: skip
+    most = 0
+    for j in tl.static_range(1, W):
+        d = (RANK + j) % W
+        most = tl.maximum(most, tl.load(slot + S.counts + d))
+        if pid == (j - 1) % SENDERS:
+            _send_header(d, slot, tl.load(peers + d) + to_set, firsts, step, L, S, LAYOUT, RANK, K, CODE)
+    kk = tl.arange(0, KP)
+    # The lowest programs have sent headers, so the first rows are for those after them.
+    for row in range((pid + SENDERS - (W - 1) % SENDERS) % SENDERS, most, SENDERS):
+        for j in tl.static_range(1, W):
+            d = (RANK + j) % W
+            if row < tl.load(slot + S.counts + d):
+                there = tl.load(peers + d) + to_set
+                token = tl.load(slot + S.token_of + d * M + row)
+                to = tl.multiple_of((there + L.rows).to(tl.pointer_type(x.dtype.element_ty)), 16)
+                to += tl.cast(RANK * M + row, tl.int64) * H
+                for start in tl.static_range(0, H, BLOCK):
+                    cols = start + tl.arange(0, BLOCK)
+                    value = tl.load(x + token.to(tl.int64) * x_t + cols.to(tl.int64) * x_h, mask=cols < H)
+                    tl.store(to + cols, value, mask=cols < H)
+                local, weight, rank = _slots_of(token, d, slot, firsts, kk, S, LAYOUT, K)
+                entry = RANK * L.entries + row * K + kk
+                tl.store(words(there, L.local) + entry, local, mask=kk < K)
+                tl.store(reals(there, L.weight) + entry, weight, mask=kk < K)
+                if LAYOUT == EXPERT_MAJOR:
+                    tl.store(words(there, L.rank) + entry, rank, mask=kk < K)
+                release(flags(there, L.row_flag) + RANK * M + row, step)
+
+
+@triton.jit
+def _send_header(d, slot, there, firsts, step, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr,
+                 RANK: tl.constexpr, K: tl.constexpr, CODE: tl.constexpr):  # fmt: skip
+    head = words(there, L.head) + RANK * L.head_words
+    field = tl.arange(0, 4)
+    rows = tl.load(slot + S.counts + d)
+    tl.store(head + field, tl.where(field == 0, rows, tl.where(field == 1, K, tl.where(field == 2, CODE, 0))))
+    if LAYOUT == EXPERT_MAJOR:
+        low = tl.load(firsts + d)
+        held = tl.load(firsts + d + 1) - low
+        for start in range(0, held, 256):
+            e = start + tl.arange(0, 256)
+            tl.store(head + _HEAD + e, tl.load(slot + S.per_expert + low + e, mask=e < held), mask=e < held)
+    release(flags(there, L.head_flag) + RANK, step)
+
+
+@triton.jit
+def _slots_of(token, d, slot, firsts, kk, S: tl.constexpr, LAYOUT: tl.constexpr, K: tl.constexpr):
+    """A token's slots as rank ``d`` sees them: local expert or -1, weight, and in EXPERT_MAJOR place or -1."""
+    at = token * K + kk
+    low = tl.load(firsts + d)
+    phys = tl.load(slot + S.phys + at, mask=kk < K, other=-1)
+    weight = tl.load((slot + S.weight).to(tl.pointer_type(tl.float32)) + at, mask=kk < K, other=0)
+    rank = kk
+    if LAYOUT == EXPERT_MAJOR:
+        rank = tl.load(slot + S.rank + at, mask=kk < K, other=-1)
+    here = (phys >= low) & (phys < tl.load(firsts + d + 1))
+    return tl.where(here, phys - low, -1), tl.where(here, weight, 0.0), rank
+
+
+@triton.jit
+def _receive(pid, x, out, out_ids, out_weights, out_counts, slot, mine, firsts, ctl, alarm, step, x_t, x_h,
+             L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr, RANK: tl.constexpr,
+             W: tl.constexpr, M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+             LOCAL: tl.constexpr, CAP: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr,
+             PROGRAMS: tl.constexpr):  # fmt: skip
+    kk = tl.arange(0, KP)
+    counts, starts, total = (), (), 0
+    for s in tl.static_range(W):
+        if s == RANK:
+            rows = tl.load(slot + S.counts + RANK)
+        else:
+            rows = _read_header(s, mine, ctl, alarm, step, L, M, K, CODE)
+        counts, starts = counts + (rows,), starts + (total,)
+        total += tl.maximum(rows, 0)
+    if pid == 0:
+        for s in tl.static_range(W):
+            tl.store(slot + S.got + s, counts[s])
+            tl.store(slot + S.start + s, starts[s])
+        if LAYOUT == EXPERT_MAJOR:
+            _count_experts(counts, out_counts, slot, mine, firsts, L, S, RANK, W, LOCAL)
+        elif LAYOUT == RANK_MAJOR:
+            for s in tl.static_range(W):
+                tl.store(out_counts + s, tl.maximum(counts[s], 0))
+        else:
+            tl.store(out_counts, tl.minimum(total, CAP))
+            if total > CAP:
+                report(ctl, alarm, OVERFLOW, RANK, total)
+    if LAYOUT == RANK_MAJOR:
+        for s in tl.static_range(W):
+            _blank(pid, s * M + tl.maximum(counts[s], 0), s * M + M, out_ids, out_weights, kk, K, KP, PROGRAMS)
+    elif LAYOUT == FLAT:
+        _blank(pid, total, CAP, out_ids, out_weights, kk, K, KP, PROGRAMS)
+    for j in tl.static_range(W):  # its own first; by other programs than those that send most
+        _unpack((RANK + j) % W, (pid + (j + 1) * (PROGRAMS // W)) % PROGRAMS, counts, starts, x, out, out_ids,
+                out_weights, slot, mine, firsts, ctl, alarm, step, x_t, x_h, L, S, LAYOUT, RANK, W, M, H,
+                K, KP, LOCAL, CAP, BLOCK, PROGRAMS)  # fmt: skip
+
+
+@triton.jit
+def _unpack(s: tl.constexpr, first, counts, starts, x, out, out_ids, out_weights, slot, mine, firsts, ctl,
+            alarm, step, x_t, x_h, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr,
+            RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+            LOCAL: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
+    """Bring the rows of source ``s`` from row ``first`` on, every ``PROGRAMS``-th, into the layout."""
+    kk = tl.arange(0, KP)
+    for row in range(first, counts[s], PROGRAMS):
+        if s == RANK:
+            token = tl.load(slot + S.token_of + RANK * M + row)
+            source = x + token.to(tl.int64) * x_t
+            value = tl.load(source + tl.arange(0, BLOCK).to(tl.int64) * x_h, mask=tl.arange(0, BLOCK) < H)
+            local, weight, rank = _slots_of(token, RANK, slot, firsts, kk, S, LAYOUT, K)
+        else:
+            wait(flags(mine, L.row_flag) + s * M + row, step, ctl, alarm, TIMEOUT_DISPATCH, s)
+            source = tl.multiple_of((mine + L.rows).to(tl.pointer_type(x.dtype.element_ty)), 16)
+            source += tl.cast(s * M + row, tl.int64) * H
+            value = tl.load(source + tl.arange(0, BLOCK), mask=tl.arange(0, BLOCK) < H)
+            entry = s * L.entries + row * K + kk
+            local = tl.load(words(mine, L.local) + entry, mask=kk < K, other=-1)
+            weight = tl.load(reals(mine, L.weight) + entry, mask=kk < K, other=0)
+            rank = kk
+            if LAYOUT == EXPERT_MAJOR:
+                rank = tl.load(words(mine, L.rank) + entry, mask=kk < K, other=-1)
+            local = tl.where(local < LOCAL, local, -1)  # nothing received is trusted
+        if LAYOUT == EXPERT_MAJOR:
+            before = _rows_before(s, local, counts, slot, mine, firsts, L, S, RANK)
+            there = (local >= 0) & (rank >= 0) & (before + rank < M * W)
+            place = tl.where(there, local * (M * W) + before + rank, -1)
+            entry = s * L.entries + row * K + kk
+            tl.store(slot + S.place + entry, place, mask=kk < K)
+            kept = (slot + S.share).to(tl.pointer_type(tl.float32))
+            tl.store(kept + entry, tl.where(there, weight, 0.0), mask=kk < K)
+        elif LAYOUT == RANK_MAJOR:
+            place = tl.where(kk == 0, s * M + row, -1)
+        else:
+            place = tl.where((kk == 0) & (starts[s] + row < CAP), starts[s] + row, -1)
+        if LAYOUT != EXPERT_MAJOR:
+            at = tl.max(place, 0)
+            tl.store(out_ids + at.to(tl.int64) * K + kk, local.to(tl.int64), mask=(kk < K) & (at >= 0))
+            tl.store(out_weights + at.to(tl.int64) * K + kk, weight, mask=(kk < K) & (at >= 0))
+        for start in tl.static_range(0, H, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            if start > 0:
+                value = tl.load(source + cols.to(tl.int64) * (x_h if s == RANK else 1), mask=cols < H)
+            for k in tl.static_range(K if LAYOUT == EXPERT_MAJOR else 1):
+                at = tl.sum(tl.where(kk == k, place, 0), 0)
+                tl.store(out + at.to(tl.int64) * H + cols, value, mask=(cols < H) & (at >= 0))
+
+
+@triton.jit
+def _read_header(s, mine, ctl, alarm, step, L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, CODE: tl.constexpr):
+    """Rows that rank ``s`` brings, -1 if it failed in this step."""
+    late = wait(flags(mine, L.head_flag) + s, step, ctl, alarm, TIMEOUT_DISPATCH, s)
+    head = words(mine, L.head) + s * L.head_words
+    rows, topk, code, status = tl.load(head), tl.load(head + 1), tl.load(head + 2), tl.load(head + 3)
+    gone, other = has_gone(flags(mine, L.gone) + s, step), (topk != K) | (code != CODE)
+    bad = gone | other | (status != 0)
+    if bad & (late == 0):
+        report(ctl, alarm, tl.where(gone, PEER_GONE, tl.where(status != 0, PEER_FAILED, MISMATCH)), s, step)
+    return tl.where(bad | (late != 0) | (rows > M), -1, rows)
+
+
+@triton.jit
+def _rows_before(s, local, counts, slot, mine, firsts, L: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr):
+    """For each slot, how many rows the sources before ``s`` bring to its expert."""
+    before = tl.zeros_like(local)
+    for q in tl.static_range(s):
+        if q == RANK:
+            per_expert = slot + S.per_expert + tl.load(firsts + RANK)
+        else:
+            per_expert = words(mine, L.head) + q * L.head_words + _HEAD
+        before += tl.load(per_expert + local, mask=(local >= 0) & (counts[q] >= 0), other=0)
+    return before
+
+
+@triton.jit
+def _count_experts(counts, out_counts, slot, mine, firsts, L: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
+                   W: tl.constexpr, LOCAL: tl.constexpr):  # fmt: skip
+    for start in range(0, LOCAL, 256):
+        e = start + tl.arange(0, 256)
+        total = tl.zeros([256], tl.int32)
+        for s in tl.static_range(W):
+            if s == RANK:
+                per_expert = slot + S.per_expert + tl.load(firsts + RANK)
+            else:
+                per_expert = words(mine, L.head) + s * L.head_words + _HEAD
+            total += tl.load(per_expert + e, mask=(e < LOCAL) & (counts[s] >= 0), other=0)
+        tl.store(out_counts + e, total, mask=e < LOCAL)
+
+
+@triton.jit
+def _blank(pid, begin, end, out_ids, out_weights, kk, K: tl.constexpr, KP: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Ids -1 and weights 0 in rows ``begin`` to ``end`` of the received routing."""
+    ROWS: tl.constexpr = 32
+    for first in range(begin + pid * ROWS, end, PROGRAMS * ROWS):
+        row = (first + tl.arange(0, ROWS))[:, None]
+        at = row.to(tl.int64) * K + kk[None, :]
+        mask = (row < end) & (kk[None, :] < K)
+        tl.store(out_ids + at, tl.full([ROWS, KP], -1, tl.int64), mask=mask)
+        tl.store(out_weights + at, tl.zeros([ROWS, KP], tl.float32), mask=mask)

@@ -1,0 +1,57 @@
+"""Giving up: one step, in which this rank takes part without rows, or all steps from here on.
+
+So peers stop waiting at once, and after a failed step all ranks count on alike. One program. In a step it says that it
+failed wherever peers wait, then waits for them, which is what makes it safe to use the same buffer set again.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..geometry import CONTROL
+from .signals import FOREVER, TIMEOUT_COMBINE, TIMEOUT_DISPATCH, enter, flags, release, wait, words
+
+_LAUNCHES = tl.constexpr(CONTROL.launches)
+
+
+@triton.jit
+def fail(slot, peers, ctl, alarm, L: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr,
+         PROGRAMS: tl.constexpr, EARLY: tl.constexpr, FRESH: tl.constexpr, WAIT: tl.constexpr):  # fmt: skip
+    """Give up the step that ``slot`` has dispatched, or (``FRESH``) the next one before anything was sent."""
+    enter(EARLY)
+    if FRESH:
+        step = (tl.atomic_add(ctl + _LAUNCHES, PROGRAMS, sem="relaxed", scope="gpu") // PROGRAMS) + 1
+    else:
+        step = tl.load((slot + S.step).to(tl.pointer_type(tl.int64)))
+    to_set = (step % 2) * L.set_bytes
+    mine = tl.load(peers + RANK) + to_set
+    for j in tl.static_range(1, W):
+        there = tl.load(peers + (RANK + j) % W) + to_set
+        if FRESH:
+            tl.store(words(there, L.head) + RANK * L.head_words + 3, 1)
+            release(flags(there, L.head_flag) + RANK, step)
+        tl.store(words(there, L.comb_status) + RANK, 1)
+        release(flags(there, L.done_flag) + RANK, step)
+        release(flags(there, L.comb_flag) + RANK, step)
+    if WAIT:
+        for j in tl.static_range(1, W):
+            peer = (RANK + j) % W
+            wait(flags(mine, L.head_flag) + peer, step, ctl, alarm, TIMEOUT_DISPATCH, peer)
+            wait(flags(mine, L.comb_flag) + peer, step, ctl, alarm, TIMEOUT_COMBINE, peer)
+
+
+@triton.jit
+def depart(peers, ctl, L: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr, PROGRAMS: tl.constexpr,
+           EARLY: tl.constexpr):  # fmt: skip
+    """Say that this rank takes part in no further step. What it sent before stays as it is."""
+    enter(EARLY)
+    first = tl.load(ctl + _LAUNCHES) // PROGRAMS + 1
+    for j in tl.static_range(1, W):
+        for parity in tl.static_range(2):
+            there = tl.load(peers + (RANK + j) % W) + parity * L.set_bytes
+            tl.store(flags(there, L.gone) + RANK, first)
+            release(flags(there, L.head_flag) + RANK, tl.cast(FOREVER, tl.int64))
+            release(flags(there, L.done_flag) + RANK, tl.cast(FOREVER, tl.int64))
+            release(flags(there, L.comb_flag) + RANK, tl.cast(FOREVER, tl.int64))
