@@ -53,7 +53,11 @@ def create_fleet(
     wanted = FleetSpec(bootstrap, params, tuple(algo_knobs), config, Meeting(bootstrap), name)
     spec, choice = agree(wanted)
     fleet = fleet_class(choice.name)(spec)
-    spec.meeting.close()
+    try:
+        spec.meeting.close()  # whoever comes from now on is none of this Fleet's first ranks
+    except BaseException:
+        fleet.destroy()
+        raise
     fleet.passed_over = choice.passed_over
     log.info("fleet %d: %s", spec.meeting.fleet_id, fleet.describe())
     return fleet

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..config import BootstrapConfig
 from ..errors import MoEEpError, MoEEpPeerError, MoEEpStoreError, MoEEpTimeoutError, config_error
+from .agreement.history import address
 
 
 def resolve_store(bootstrap: BootstrapConfig) -> Any:
@@ -60,9 +61,9 @@ class Meeting:
     """One gathering of all ranks, under a name of its own in the store, at which values are exchanged in steps.
 
     The store numbers the fleets: a rank's n-th meeting is everybody's n-th. One that is over, or that a rank missed, is
-    closed for good, and whoever comes to it late moves on to the next. A running Fleet that changes its ranks meets under its own id and
-    the next generation (:meth:`next_generation`), and announces that to whoever is new: a process that comes to a
-    meeting finds the announcement, and joins there instead.
+    closed for good, and whoever comes to it late moves on to the next. A running Fleet that changes its ranks meets
+    under its own id and the next generation (:meth:`next_generation`), and announces that to whoever is new: a process
+    that comes to a meeting finds the announcement, and joins there instead.
 
     Attributes:
         fleet_id, generation: the name.
@@ -250,10 +251,8 @@ class Meeting:
             raise self._lost() from error
 
     def _lost(self) -> MoEEpStoreError:
-        store = self.bootstrap.tcp_store
-        where = f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else "the process group's store"
         return MoEEpStoreError(
-            f"the store at {where} did not answer rank {self.rank}; is the process that hosts it alive?"
+            f"the store at {address(self._root)} did not answer rank {self.rank}; is the process that hosts it alive?"
         )
 
     def _late(self, what: str, ranks: list[int]) -> MoEEpTimeoutError:

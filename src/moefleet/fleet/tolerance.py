@@ -32,7 +32,7 @@ def tolerance_of(spec: FleetSpec) -> FleetAlgoKnobFaultTolerance | None:
 
 def capturing() -> bool:
     """Whether the current CUDA stream is being captured into a graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class FaultTolerantFleet(Fleet):
@@ -265,8 +265,8 @@ class FaultTolerantFleet(Fleet):
         meeting = Meeting.next_generation(self.spec.meeting, bootstrap)
         spec, _ = agree(replace(self.spec, bootstrap=bootstrap, meeting=meeting, placement=where, backend=self.name))
         self._retopologise(meeting, where)
-        meeting.close()
         self.spec = spec
+        meeting.close()
 
     def _require_idle(self, call: str) -> None:
         if count := self._open_steps():

@@ -28,6 +28,7 @@ class Word(enum.IntEnum):
     WAITING_STEP = 8
     WAITING_OPERATION = 9
     FAILED = 10  # and 11, one for each set: 4 * step + the first phase of it that this rank gave up, 0 before any
+    COMBINING = 12  # last step for which this rank began to write combined rows
 
 
 MAGIC = 0x6D6F65666C656574  # "moefleet"

@@ -58,8 +58,14 @@ def weighted_sum_bags(table: torch.Tensor, rows: Ints, weight: np.ndarray, bag: 
 
 
 def _beside(table: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
-    """Numbers of the host, where the table is. Pageable memory is read before the call returns."""
-    return torch.from_numpy(numbers).to(table.device, non_blocking=True)
+    """Numbers of the host, where the table is."""
+    return upload(torch.from_numpy(numbers), table.device)
+
+
+def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the GPU, ordered in its current stream. The host's tensor is free when this returns: what the copy
+    reads is pinned memory, which torch keeps until it is done."""
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 DEVICE = Movements(gather_blocks, sum_bags, weighted_sum_bags)

@@ -21,6 +21,8 @@ It yields its core at each look, so that a peer that has work runs; what it save
 Exchange = Callable[[str, Callable[[], dict[str, Any]]], list[dict[str, Any]]]
 """Publish what a function returns (or the error it raises) to all ranks, and return every rank's, in rank order."""
 
+_STATE, _DEPARTED = int(Word.STATE), int(State.DEPARTED)
+
 
 def cores() -> int:
     """Cores that this process may run on."""
@@ -85,6 +87,7 @@ class HostGroup:
         self.memory = memoryview(self.range.buffer).cast("B")
         self.words = words = self.range.words()
         self.blocks = blocks = [r * self.range.stride // 8 for r in range(world_size)]
+        self._states = [(peer, block + _STATE) for peer, block in enumerate(blocks) if peer != rank]
         if spin_s is None:
             spin_s = SPIN_S if cores() >= world_size else CROWDED_SPIN_S
         self.waiter = Waiter(words, self.range.address, blocks, rank, spin_s, silence_s, faults)
@@ -105,9 +108,8 @@ class HostGroup:
 
     def gone(self) -> list[int]:
         """Peers whose process has ended, or that have left: proven, not guessed."""
-        waiter = self.waiter
-        others = [peer for peer in range(self.world_size) if peer != self.rank]
-        return [peer for peer in others if waiter.dead[peer] or waiter.said(peer, Word.STATE) == State.DEPARTED]
+        words, dead = self.words, self.waiter.dead
+        return [peer for peer, state in self._states if dead[peer] or words[state] == _DEPARTED]
 
     def enter_round(self, number: int) -> None:
         """Say that this rank takes part in making decision ``number``: peers stop waiting for it in a step."""

@@ -1,0 +1,161 @@
+"""The process group that rounds go over: the caller's, or one of our own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...config import BootstrapConfig, resolve_device
+from ...errors import MoEEpTimeoutError, MoEEpTransportError, config_error
+from ...fleet.rendezvous import Meeting
+
+_SLACK_S = 600.0
+"""How much longer than our own waits a collective of our own group lasts: a rank that comes late still meets it."""
+
+_WARM_UP_BYTES = (64, 4 << 20)  # for each rank: a larger message uses more connections than a small one
+
+
+def device_of(bootstrap: BootstrapConfig) -> torch.device:
+    """Where tensors live: as the caller says, else a GPU for groups that speak NCCL, else the CPU."""
+    if bootstrap.device is not None or bootstrap.process_group is None:
+        device = resolve_device(bootstrap)
+    else:
+        device = resolve_device(bootstrap) if "nccl" in _backends(bootstrap.process_group) else torch.device("cpu")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _backends(group: Any) -> str:
+    """Names of what a group runs on, such as ``"cpu:gloo,cuda:nccl"``."""
+    try:
+        return dist.get_backend_config(group)
+    except (ValueError, RuntimeError, TypeError):
+        return str(group.name())
+
+
+class Group:
+    """Ranks that can run collectives together.
+
+    Attributes:
+        handle: a ``torch.distributed`` process group, or one of its backends.
+        limit_s: when a collective gives up by itself; ``None``: as the caller's group has it.
+    """
+
+    limit_s: float | None
+    _kept: weakref.finalize[[Any], Any] | None
+
+    def __init__(self, bootstrap: BootstrapConfig, device: torch.device, meeting: Meeting) -> None:
+        self.limit_s, self._kept = None, None
+        if bootstrap.process_group is not None:
+            self.handle = _checked(bootstrap.process_group, bootstrap, device)
+        else:
+            self.limit_s = bootstrap.timeout_s + _SLACK_S
+            self.handle = _create(bootstrap, device, meeting)
+            # Its destructor waits for collectives that are under way: unless closed, it stays until the process ends.
+            self._kept = weakref.finalize(self, _keep, self.handle)
+        if device.type == "cuda":
+            _warm_up(self.handle, device, meeting.remaining_s())
+
+    @property
+    def owned(self) -> bool:
+        return self.limit_s is not None
+
+    def close(self, clean: bool) -> None:
+        """Let go of it: what is ours ends here, what was adopted is left alone. Waits for nobody.
+
+        Args:
+            clean: no collective is under way.
+        """
+        handle, self.handle = self.handle, None
+        if self._kept is None or not self._kept.alive:
+            return
+        if clean:
+            self._kept.detach()
+        else:
+            self._kept()
+        if handle.name() == "nccl":
+            with contextlib.suppress(Exception):
+                handle.abort()
+
+
+def _keep(handle: Any) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
+
+
+def _checked(group: Any, bootstrap: BootstrapConfig, device: torch.device) -> Any:
+    if not hasattr(group, "alltoall_base"):
+        raise config_error(
+            "BootstrapConfig.process_group",
+            repr(group),
+            "a torch.distributed process group that this process belongs to",
+            "call create_fleet on the group's members only",
+        )
+    for field, mine, theirs in (
+        ("world_size", bootstrap.world_size, group.size()),
+        ("rank", bootstrap.rank, group.rank()),
+    ):
+        if mine != theirs:
+            raise config_error(
+                f"BootstrapConfig.{field}", mine, f"{theirs}, as process_group has it", "use dist.get_rank(group)"
+            )
+    if device.type == "cuda" and "nccl" not in (kind := _backends(group)) and "gloo" in kind:
+        raise config_error(
+            "BootstrapConfig.device", device, f"cpu with a group on {kind}", "make the group with backend='nccl'"
+        )
+    return group
+
+
+def _create(bootstrap: BootstrapConfig, device: torch.device, meeting: Meeting) -> Any:
+    """A backend of our own over the meeting's store. The default process group is not touched."""
+    name = "ProcessGroupNCCL" if device.type == "cuda" else "ProcessGroupGloo"
+    if not hasattr(dist, name):
+        raise config_error(
+            "BootstrapConfig.process_group", None, f"a group, as this torch has no {name}", "pass one that it has"
+        )
+    store = dist.PrefixStore("torch_dist", meeting.store)
+    connecting = timedelta(seconds=meeting.remaining_s())
+    try:
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=bootstrap.timeout_s + _SLACK_S)
+            return dist.ProcessGroupNCCL(store, bootstrap.rank, bootstrap.world_size, options)
+        return dist.ProcessGroupGloo(store, bootstrap.rank, bootstrap.world_size, connecting)
+    except Exception as error:
+        raise MoEEpTransportError(name, -1, f"ranks could not connect: {error}") from error
+
+
+def _warm_up(group: Any, device: torch.device, seconds: float) -> None:
+    """Let a GPU group connect, which happens with its first collectives and waits for all ranks: later ones do not.
+
+    Raises:
+        MoEEpTimeoutError: a rank did not come in time.
+        MoEEpTransportError: ranks could not connect.
+    """
+    ended: list[Exception | None] = []
+
+    def connect() -> None:
+        try:
+            with torch.cuda.device(device):
+                for size in _WARM_UP_BYTES:
+                    blocks = torch.zeros(group.size(), size, dtype=torch.uint8, device=device)
+                    group.alltoall_base(torch.empty_like(blocks), blocks, [], [], dist.AllToAllOptions()).wait()
+                torch.cuda.synchronize(device)
+            ended.append(None)
+        except Exception as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=connect, name="moefleet-connect", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not ended:
+        raise MoEEpTimeoutError(f"building a Fleet: some rank did not connect its GPU within {seconds:.0f} s")
+    if ended[0] is not None:
+        raise MoEEpTransportError("all_to_all_single", -1, f"ranks could not connect: {ended[0]}") from ended[0]

@@ -1,0 +1,90 @@
+"""What a rank sends in one phase: rows grouped by rank, and in dispatch beside each a row of routing bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...substrate.device_gather import movements, upload
+from ...substrate.routes import Homecoming, Ints
+
+
+class Departures(NamedTuple):
+    """Which of its tokens a rank sends where: each once to every rank that serves it.
+
+    Attributes:
+        token: ``[N]`` by destination, then token.
+        counts: how many of them for each rank.
+    """
+
+    token: Ints
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, back: Homecoming, world_size: int) -> Departures:
+        token = np.repeat(np.arange(len(back.bag) - 1), np.diff(back.bag))
+        order = np.argsort(back.rank, kind="stable")
+        return cls(token[order], tuple(np.bincount(back.rank, minlength=world_size).tolist()))
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Rows for every rank, in rank order.
+
+    Attributes:
+        table: ``[many, H]``.
+        rows: ``[N]`` which lines of the table; ``None``: the first N, as they lie.
+        counts: how many of them for each rank.
+        meta: uint8 ``[many, B]``, indexed as the table.
+        mark: the point in the caller's stream up to which it was packed, on a GPU.
+    """
+
+    table: torch.Tensor
+    rows: Ints | None
+    counts: tuple[int, ...]
+    meta: torch.Tensor | None = None
+    mark: torch.cuda.Event | None = None
+
+    def fits(self, room: int) -> bool:
+        """Whether no rank gets more than ``room`` bytes."""
+        meta = 0 if self.meta is None else self.meta.shape[1]
+        return max(self.counts) * (self.table.shape[1] * self.table.element_size() + meta) <= room
+
+    def write(self, blocks: torch.Tensor, end: int) -> None:
+        """Pack into blocks, one for each rank: rows from the front on, meta rows up to byte ``end``.
+
+        Args:
+            blocks: uint8 ``[W, capacity]``; the capacity divides by the size of a row.
+        """
+        out = blocks.view(self.table.dtype).view(-1, self.table.shape[1])
+        counts = np.array(self.counts)
+        starts = np.arange(len(blocks)) * (len(out) // len(blocks))
+        order = np.arange(counts.sum())
+        places = order + (starts + counts - counts.cumsum()).repeat(counts)
+        rows = order if self.rows is None else self.rows
+        movements(self.table.device).gather_blocks(self.table, rows, out, self.counts, starts.tolist(), places)
+        if self.meta is not None:
+            lines, lo = self._gathered(self.meta), 0
+            for block, count in zip(blocks, self.counts, strict=True):
+                if count:
+                    block[end - count * lines.shape[1] : end] = lines[lo : lo + count].reshape(-1)
+                    lo += count
+
+    def gathered(self, out: torch.Tensor | None = None) -> Parcel:
+        """The same in memory of its own (``out`` ``[>= N, H]``), in order: the caller may change its tensors."""
+        total = sum(self.counts)
+        if self.rows is None:
+            return replace(self, table=self.table[:total])
+        if out is None:
+            out = self.table.new_empty(total, self.table.shape[1])
+        movements(self.table.device).gather_blocks(self.table, self.rows, out, [total], [0])
+        return Parcel(out[:total], None, self.counts, None if self.meta is None else self._gathered(self.meta))
+
+    def _gathered(self, table: torch.Tensor) -> torch.Tensor:
+        if self.rows is None:
+            return table
+        rows = torch.from_numpy(self.rows)
+        return table.index_select(0, upload(rows, table.device) if table.is_cuda else rows)

@@ -1,0 +1,153 @@
+"""Ranks that are stopped, die, leave or do not come: every wait ends, and names them where that can be known."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from moefleet import (
+    BootstrapConfig,
+    FleetParams,
+    MoEEpPeerError,
+    MoEEpTimeoutError,
+    create_fleet,
+)
+from moefleet.launch import launch
+from moefleet.transports.torch_dist.presence import _process
+from tests.conformance.comparing import check_results
+from tests.conformance.context import RankContext, routed, sent, step
+from tests.strategies import Problem, make_problem
+from tests.transports.torch_dist.ranks import caught, gloo_ranks
+
+PROBLEM = make_problem(0, 3, 5, 4, 2, [3, 2, 4])
+
+
+def stopped(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:
+    """Rank 2 is stopped; the others give the step up; it is continued, and all go on."""
+    fleet, (x, ids, weights) = ctx.fleet(params, timeout_s=1.5), ctx.mine(problem)
+    store, ys = ctx.bootstrap.tcp_store, [step(fleet, x, ids, weights)[1]]
+    ctx.meet("all have stepped")
+    if ctx.rank == 2:
+        store.set("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    error = caught(lambda: step(fleet, x, ids, weights))
+    if ctx.rank != 2 and store.add("gave up", 1) == 2:
+        os.kill(int(store.get("pid")), signal.SIGCONT)
+    ctx.meet("all are awake")
+    ys.append(step(fleet, x, ids, weights)[1])
+    return ys, error
+
+
+def test_a_stopped_rank_is_named_and_may_go_on() -> None:
+    params = PROBLEM.params()
+    by_rank = gloo_ranks()(stopped, params, PROBLEM)
+    for rank in (0, 1):
+        error = by_rank[rank][1]
+        assert isinstance(error, MoEEpTimeoutError) and error.ranks == (2,), error
+        assert "1.5 s (BootstrapConfig.timeout_s)" in str(error)
+        assert "rank 2: its process is stopped" in str(error) and "waits there too" in str(error)
+    late = by_rank[2][1]
+    assert isinstance(late, MoEEpPeerError) and late.rank in (0, 1) and "nothing for 1.5 s" in late.reason, late
+    for index in range(2):
+        check_results(PROBLEM, params, [ys[index] for ys, _ in by_rank])
+
+
+def killed(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:
+    fleet, mine = ctx.fleet(params), ctx.mine(problem)
+    step(fleet, *mine)
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [caught(lambda: step(fleet, *mine)) for _ in range(2)]
+
+
+def test_a_killed_rank_is_named() -> None:
+    results = gloo_ranks().outcomes(killed, PROBLEM.params(), PROBLEM)
+    assert results[1].exitcode == -signal.SIGKILL
+    for rank in (0, 2):
+        for error in results[rank].value:  # a group that broke stays broken
+            assert isinstance(error, MoEEpPeerError) and error.rank == 1, error
+            assert "rank 1: its process has ended" in str(error) and "a collective needs all ranks" in str(error)
+
+
+def does_not_come(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:
+    fleet, mine = ctx.fleet(params, timeout_s=0.6), ctx.mine(problem)
+    error = None if ctx.rank == 0 else caught(lambda: step(fleet, *mine))
+    ctx.meet("all have given up")
+    return error
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    _, *errors = gloo_ranks()(does_not_come, PROBLEM.params(), PROBLEM)
+    for error in errors:
+        assert isinstance(error, MoEEpTimeoutError) and error.ranks == (0,), error
+        assert "rank 0: nothing is known" in str(error)
+
+
+def leaves_the_group(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:
+    """The process group is the caller's, so that its end is no sign."""
+    store = dist.PrefixStore("group", ctx.bootstrap.tcp_store)
+    group = dist.ProcessGroupGloo(store, ctx.rank, ctx.world, timedelta(seconds=30))
+    bootstrap: BootstrapConfig = replace(ctx.bootstrap, process_group=group)
+    fleet = create_fleet(bootstrap, params, backend="torch_dist")
+    error = None if ctx.rank == 0 else caught(lambda: step(fleet, *ctx.mine(problem)))
+    fleet.destroy()
+    ctx.meet("all have left")
+    return error
+
+
+def test_a_rank_that_leaves_an_adopted_group_is_named() -> None:
+    _, *errors = gloo_ranks()(leaves_the_group, PROBLEM.params(), PROBLEM)
+    for error in errors:
+        assert isinstance(error, MoEEpPeerError) and "has left" in str(error), error
+    assert errors[0].rank == errors[1].rank == 0
+
+
+def ends_in_a_step(bootstrap: BootstrapConfig, params: FleetParams, problem: Problem) -> bool:
+    """Rank 0's process ends in the middle of a step, without a word, while rank 1 watches it."""
+    store = bootstrap.tcp_store
+    fleet = create_fleet(replace(bootstrap, device="cpu"), params, backend="torch_dist")
+    KEPT.append(fleet)
+    if bootstrap.rank == 0:
+        store.set("pid", str(os.getpid()))
+        handle = routed(fleet, problem.topk_ids[0], problem.topk_weights[0])
+        handle.dispatch_send_only(sent(problem.xs[0]))
+        KEPT.append(handle)
+        return True
+    pid, end = int(store.get("pid")), time.monotonic() + 30
+    while _process(pid)[0] not in "ZX":
+        assert time.monotonic() < end, "rank 0 does not end"
+        time.sleep(0.01)
+    return True
+
+
+KEPT: list[Any] = []
+
+
+def short_group(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:
+    """The caller's group has a shorter time-out than the Fleet."""
+    store = dist.PrefixStore("group", ctx.bootstrap.tcp_store)
+    group = dist.ProcessGroupGloo(store, ctx.rank, ctx.world, timedelta(seconds=1))
+    fleet = ctx.fleet(params, process_group=group)
+    errors = [caught(lambda: step(fleet, *ctx.mine(problem))) for _ in range(2)] if ctx.rank else []
+    ctx.meet("all have given up")
+    return errors
+
+
+def test_a_group_that_gives_up_first_is_told() -> None:
+    _, *by_rank = gloo_ranks()(short_group, PROBLEM.params(), PROBLEM)
+    for errors in by_rank:
+        assert isinstance(errors[0], MoEEpTimeoutError), errors
+        assert "the process group gave a collective up before" in str(errors[0]) and 0 in errors[0].ranks
+        assert str(errors[1]) == str(errors[0])
+
+
+def test_a_process_ends_in_the_middle_of_a_step() -> None:
+    problem = make_problem(0, 2, 5, 4, 2, [3, 2])
+    results = launch(ends_in_a_step, 2, args=(problem.params(), problem), timeout_s=60, threads_per_rank=1)
+    assert [(result.error, result.value, result.exitcode) for result in results] == [(None, True, 0)] * 2
