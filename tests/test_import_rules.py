@@ -34,6 +34,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "bench": EVERYTHING,
     "demo": EVERYTHING,
     "chaos": EVERYTHING,
+    "doctor": EVERYTHING,
+    "plan": EVERYTHING,
     "__init__": EVERYTHING,
     "__main__": EVERYTHING,
     "_version": frozenset(),

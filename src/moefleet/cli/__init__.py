@@ -15,7 +15,7 @@ from .._version import __version__
 from .bench import bench
 from .errors import ShowErrors
 
-COMMANDS = ("chaos", "check_protocol", "demo", "doctor", "generate")
+COMMANDS = ("chaos", "check_protocol", "demo", "doctor", "generate", "plan")
 """Modules here that offer one command: a function of the same name, and examples as ``EPILOG``."""
 
 EXAMPLES = """\

@@ -1,0 +1,80 @@
+"""How much memory a Fleet takes on a rank.
+
+``shm``'s segment and all of ``nvlink`` are sized by the functions that the transports themselves use; received buffers
+and those for the way home by formulas that tests hold against what is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..config import EpLayout, FleetParams
+from ..placement import Placement
+from ..substrate.control import SETS
+from ..transports.nvlink.geometry import memory_bytes
+from ..transports.shm.layout import SegmentLayout
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank.
+
+    Attributes:
+        at_start: taken when the Fleet is built.
+        at_most: taken if every buffer fills up; pages that no row reaches are never touched, on a CPU.
+    """
+
+    at_start: int
+    at_most: int
+
+
+def inbox_bytes(params: FleetParams, world_size: int, num_local: int) -> int:
+    """One received buffer of ``shm`` and ``torch_dist``: rows, scales, and in all but EXPERT_MAJOR the routing."""
+    places = math.prod(params.received_shape(world_size, num_local))
+    row = params.token_hidden_size * params.dtype_bytes + params.scale_bytes_per_token
+    routing = 0 if params.layout is EpLayout.EXPERT_MAJOR else 12 * params.max_topk  # int64 ids, float32 weights
+    return places * (row + routing)
+
+
+def shm(params: FleetParams, world_size: int, rank: int = 0) -> Memory:
+    """The shared segment, taken at once, and the received buffers, which grow with what arrives."""
+    segment = SegmentLayout.of(params, world_size).size
+    return Memory(segment, segment + SETS * inbox_bytes(params, world_size, _local(params, world_size, rank)))
+
+
+def torch_dist(params: FleetParams, world_size: int, rank: int = 0) -> Memory:
+    """The received buffers and those for the way home. What is in flight in a collective comes on top."""
+    inboxes = SETS * inbox_bytes(params, world_size, _local(params, world_size, rank))
+    home = params.recv_capacity(world_size) * params.token_hidden_size * params.dtype_bytes
+    return Memory(0, inboxes + SETS * home)
+
+
+def nvlink(params: FleetParams, world_size: int, rank: int = 0) -> Memory:
+    """GPU memory, all of it taken at construction."""
+    total = memory_bytes(params, world_size, rank)["total"]
+    return Memory(total, total)
+
+
+FORMULAS: dict[str, Callable[[FleetParams, int, int], Memory]] = {
+    "nvlink": nvlink,
+    "shm": shm,
+    "torch_dist": torch_dist,
+}
+"""By transport: (params, world_size, rank) -> :class:`Memory`. Other transports do not say what they take."""
+
+
+def fleet_memory(transport: str, params: FleetParams, world_size: int, device_type: str = "cpu") -> Memory | None:
+    """On the rank that holds most experts; ``None`` for a transport that does not say.
+
+    A GPU has no pages that wait to be touched: there, everything is taken as soon as steps run.
+    """
+    if (formula := FORMULAS.get(transport)) is None:
+        return None
+    found = formula(params, world_size, 0)
+    return Memory(found.at_most, found.at_most) if device_type == "cuda" else found
+
+
+def _local(params: FleetParams, world_size: int, rank: int) -> int:
+    return Placement.contiguous(params.num_experts, world_size).num_local(rank)

@@ -1,0 +1,112 @@
+"""Memory against what transports allocate, traffic against numbers made by hand and by drawing routings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moefleet import BootstrapConfig, EpAlgorithm, EpLayout, FleetParams, Placement, create_fleet
+from moefleet.plan.memory import FORMULAS, fleet_memory, inbox_bytes, nvlink, shm, torch_dist
+from moefleet.plan.traffic import reach, traffic
+from moefleet.substrate.inbox import Inbox
+from moefleet.transports.nvlink import memory_bytes
+from moefleet.transports.shm.layout import SegmentLayout
+
+
+def params_of(layout: EpLayout, tokens: int = 16, **more: int) -> FleetParams:
+    algorithm = EpAlgorithm.HIGH_THROUGHPUT if layout is EpLayout.FLAT else EpAlgorithm.LOW_LATENCY
+    return FleetParams(7, tokens, 32, 4, algorithm, layout, **{"max_topk": 3, **more})
+
+
+@pytest.mark.parametrize("layout", list(EpLayout))
+def test_shm_is_its_segment_and_two_inboxes(layout: EpLayout) -> None:
+    params = params_of(layout, scale_bytes_per_token=8)
+    found = shm(params, 3)
+    assert found.at_start == SegmentLayout.of(params, 3).size
+    inbox = Inbox(params, 3, 3)
+    output = inbox.output(torch.float32, 3, None)
+    routing = sum(0 if t is None else t.nbytes for t in (output.recv_topk_idx, output.recv_topk_weights))
+    assert inbox_bytes(params, 3, 3) == inbox._rows.nbytes + inbox._scales.nbytes + routing
+    assert found.at_most == found.at_start + 2 * inbox_bytes(params, 3, 3)
+
+
+def test_shm_by_hand() -> None:
+    found = shm(params_of(EpLayout.EXPERT_MAJOR), 2)
+    rows = 2 * (16 + 2 * 16) * 128  # two sets of M tokens and M*W combined rows
+    assert rows < found.at_start < rows + 16384, "and a control block, headers and routing"
+    assert found.at_most - found.at_start == 2 * 4 * 2 * 16 * 128  # two sets of [L, M*W, H]
+
+
+@pytest.mark.parametrize("layout", list(EpLayout))
+def test_torch_dist_is_what_its_fleet_allocates(layout: EpLayout) -> None:
+    params = params_of(layout)
+    with create_fleet(BootstrapConfig(1, 0, device="cpu"), params, backend="torch_dist") as fleet:
+        homes = [fleet.home(step, torch.float32) for step in range(2)]  # type: ignore[attr-defined]
+        inboxes = [fleet.inbox(step) for step in range(2)]  # type: ignore[attr-defined]
+        outputs = [inbox.output(torch.float32, 3, None) for inbox in inboxes]
+        tensors = [*homes, *(t for o in outputs for t in (o.expert_tensors, o.recv_topk_idx, o.recv_topk_weights))]
+        assert torch_dist(params, 1).at_most == sum(t.nbytes for t in tensors if t is not None)
+
+
+@pytest.mark.parametrize("layout", list(EpLayout))
+def test_nvlink_is_its_own_formula(layout: EpLayout) -> None:
+    params = params_of(layout)
+    assert nvlink(params, 2).at_start == nvlink(params, 2).at_most == memory_bytes(params, 2)["total"]
+
+
+def test_each_formula_is_of_a_transport_and_grows_with_tokens() -> None:
+    for formula in FORMULAS.values():
+        small, large = (formula(params_of(EpLayout.FLAT, tokens), 4, 3) for tokens in (16, 64))
+        assert small.at_start <= small.at_most < large.at_most
+
+
+def test_a_gpu_has_no_untouched_pages() -> None:
+    params = params_of(EpLayout.FLAT)
+    on_cpu, on_gpu = (fleet_memory("torch_dist", params, 4, device) for device in ("cpu", "cuda"))
+    assert on_cpu is not None and on_gpu is not None
+    assert on_cpu.at_start == 0 < on_gpu.at_start == on_gpu.at_most == on_cpu.at_most
+    assert fleet_memory("theirs", params, 4) is None
+
+
+def test_reach_by_hand() -> None:
+    assert reach(4, 2, 1) == 0.5
+    assert reach(4, 2, 2) == pytest.approx(1 - 1 / 6)  # of 6 pairs, one avoids both
+    assert reach(4, 2, 3) == 1.0
+    assert reach(4, 0, 2) == 0.0
+
+
+def test_reach_tends_to_independent_choices() -> None:
+    world, topk = 8, 8
+    assert reach(80_000, 10_000, topk) == pytest.approx(1 - (1 - 1 / world) ** topk, rel=1e-3)
+    assert reach(64, 8, topk) > 1 - (1 - 1 / world) ** topk, "distinct experts spread more"
+
+
+def test_traffic_by_hand() -> None:
+    # Two ranks with two experts each, top-2: five of six pairs name a given rank.
+    params = FleetParams(4, 12, 100, 2, max_topk=2, scale_bytes_per_token=4)
+    found = traffic(params, 2, 2)
+    assert found.rows_to_each == found.rows == pytest.approx(10)
+    assert found.dispatch_bytes == 10 * (200 + 4 + 16)
+    assert found.combine_bytes == 10 * 200
+    assert found.received_rows == 24, "one for each (token, expert)"
+    assert found.rows_per_expert == 12
+    assert found.times_fewer == pytest.approx(12 * 2 * 0.5 / 10)
+    rank_major = traffic(FleetParams(4, 12, 100, layout=EpLayout.RANK_MAJOR), 2, 2)
+    assert rank_major.received_rows == pytest.approx(20), "10 of each rank"
+
+
+def test_one_rank_sends_nothing() -> None:
+    found = traffic(FleetParams(4, 12, 100), 1, 2)
+    assert (found.rows, found.rows_to_each, found.dispatch_bytes, found.combine_bytes) == (0, 0, 0, 0)
+    assert found.times_fewer == 1
+
+
+@pytest.mark.parametrize(("experts", "world", "topk"), [(16, 4, 3), (7, 3, 2), (2, 3, 1)])
+def test_traffic_is_what_uniform_routers_make(experts: int, world: int, topk: int) -> None:
+    generator, tokens = torch.Generator().manual_seed(0), 40_000
+    ids_TK = torch.rand(tokens, experts, generator=generator).topk(topk, dim=1).indices
+    owners_TK = Placement.contiguous(experts, world).owner_table[ids_TK]
+    named = torch.zeros(tokens, world).scatter_(1, owners_TK, 1.0).sum() / world  # tokens that name a rank, mean
+    found = traffic(FleetParams(experts, tokens, 8), world, topk)
+    assert found.rows_to_each == pytest.approx(float(named), rel=0.02)
+    assert found.rows == pytest.approx((world - 1) * float(named), rel=0.02)
