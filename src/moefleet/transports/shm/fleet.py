@@ -91,7 +91,8 @@ class ShmFleet(FaultTolerantFleet):
         return len(self.steps.open)
 
     def _look_for_deaths(self) -> None:
-        self.group.waiter.look_for_deaths()
+        for peer in self.group.gone():
+            self.faults.accuse(peer)
 
     def _mask_changed(self) -> None:
         self.owner_table = self.topology.live_owner_table()

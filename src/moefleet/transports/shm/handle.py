@@ -41,6 +41,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         open_ = self._opened()
         if open_.blocks is not None:
             return None  # EXPERT_MAJOR: combine sums the rows where they lie
+        self._fleet.steps.write_combined(open_.step)
         return self._set(open_).combined[open_.dtype].view_as(open_.output.expert_tensors)
 
     def _snapshot(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
@@ -97,13 +98,14 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         open_.blocks = open_.inbox.fill(got, fleet.buffers.tables[open_.dtype], rows, scales)
         fleet.rows_received += got.counts
         fleet.expert_rows.add(got, open_.blocks)
-        fleet.steps.overtaken(open_.step)
+        fleet.steps.overtaken(Operation.DISPATCH, open_.step)
 
     def _send_rows(self, open_: ShmStep, rows: torch.Tensor) -> None:
         got, by = open_.got, open_.blocks
         assert got is not None
         fleet, mine = self._fleet, self._set(open_)
         home = mine.combined[rows.dtype]
+        fleet.steps.write_combined(open_.step)
         if fleet.params.layout is not EpLayout.RANK_MAJOR:  # there they are always the same
             mine.offsets[0] = got.bounds[:-1]
         mine.offsets[1] = got.counts
@@ -129,7 +131,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         rows = (theirs.combined_rows + starts)[back.rank] + back.position
         summed = sum_bags(fleet.buffers.tables[open_.dtype], rows, back.bag)
         fleet.rows_sent += counts
-        fleet.steps.overtaken(open_.step)
+        fleet.steps.overtaken(Operation.COMBINE, open_.step)
         return self._rescaled(summed, present) if fleet.renormalize else summed
 
     def _without_missing(self, back: Homecoming, present: int, counts: Ints) -> Homecoming:

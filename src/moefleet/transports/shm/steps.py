@@ -153,15 +153,20 @@ class Steps:
             reason=header.reason,
         )
 
-    def overtaken(self, step: int) -> bool:
-        """Whether a peer may have begun to reuse the memory of ``step``: what was read of it is then worth nothing.
+    def write_combined(self, step: int) -> None:
+        """Say that this rank is about to write over the rows that it combined for step ``step - 2``."""
+        self._group.waiter.publish(Word.COMBINING, step)
+        fence()  # a reader that sees rows of this step sees its number too
+
+    def overtaken(self, operation: Operation, step: int) -> bool:
+        """Whether a peer may have begun to reuse what was read for this phase: it is then worth nothing.
 
         Only possible where the others went on without this rank; it is a fault, and the step's output is flagged.
         """
         if self._faults.tolerant:
             fence()
-            waiter = self._group.waiter
-            if any(waiter.said(peer, Word.STEP) >= step + SETS for peer in self._others):
+            waiter, word = self._group.waiter, Word.STEP if operation is Operation.DISPATCH else Word.COMBINING
+            if any(waiter.said(peer, word) >= step + SETS for peer in self._others):
                 self._faults.behind = True
                 return True
         return False
