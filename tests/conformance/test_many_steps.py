@@ -10,6 +10,7 @@ import torch
 from moefleet import (
     EpLayout,
     Fleet,
+    FleetAlgoKnobFaultTolerance,
     FleetParams,
     HandleAlgoKnobTopKWeights,
     HandleParams,
@@ -155,6 +156,45 @@ def test_fleets_one_after_another(ranks: Ranks, layout: EpLayout) -> None:
     problem = ranks.problem([3, 1, 2])
     params = ranks.params(problem, layout)
     check_results(problem, params, ranks(one_fleet_after_another, params, problem))
+
+
+def ahead(ctx: RankContext, params: FleetParams, problem: Problem, straight: bool) -> Any:
+    """Rank 1 sends for the next two steps before rank 0 has read what came home in this one."""
+    fleet, (x, ids, weights) = ctx.fleet(params, [FleetAlgoKnobFaultTolerance()]), ctx.mine(problem)
+    got, faults = [], []
+    for turn in range(3):
+        handles = [routed(fleet, ids, weights) for _ in range(3)]
+        out = handles[0].dispatch(sent(x))
+        first, rows = received(out), compute(fleet, out)
+        place = handles[0].combine_buffer() if straight else None
+        handles[0].combine_send_only(made(rows if place is None else place.copy_(rows)))
+        if ctx.rank == 0:
+            ctx.meet(f"rank 1 is ahead, {turn}")
+        got.append((first, handles[0].combine_recv_only().x))
+        faults.append(fleet.query_fault())
+        for handle in handles[1:]:
+            handle.dispatch_send_only(sent(x))
+        if ctx.rank != 0:
+            ctx.meet(f"rank 1 is ahead, {turn}")
+        for handle in handles[1:]:
+            out = handle.dispatch_recv_only()
+            first = received(out)
+            got.append((first, handle.combine(made(compute(fleet, out))).x))
+            faults.append(fleet.query_fault())
+    ctx.meet("nobody has left before all have asked")
+    return faults, got
+
+
+@pytest.mark.parametrize("straight", [False, True], ids=["any_tensor", "combine_buffer"])
+def test_a_rank_that_is_ahead_is_no_fault(ranks: Ranks, layout: EpLayout, straight: bool) -> None:
+    ranks.require("halves")
+    ranks.require("fault_tolerance")
+    problem = ranks.problem([3, 4], topk=2)
+    params = ranks.params(problem, layout)
+    by_rank = ranks(ahead, params, problem, straight, world=2)
+    assert [faults for faults, _ in by_rank] == [[False] * 9] * 2
+    for index in range(9):
+        check_step(problem, params, [got[index] for _, got in by_rank], ranks.transport.has("canonical_order"))
 
 
 # When one step fails while another is open or still being read.

@@ -15,6 +15,7 @@ PROMISES = {
     "strided_inputs": "tensors that are not contiguous are read correctly",
     "halves": "dispatch and combine have a sending and a receiving half",
     "combine_buffer": "combine_buffer() may give memory that combine reads in place",
+    "fault_tolerance": "with the knob, a Fleet serves on without some of its ranks",
 }
 """Words in ``Capability.features`` that tests ask for."""
 

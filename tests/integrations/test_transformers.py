@@ -335,10 +335,8 @@ def limited(self: Any, gate_up: torch.Tensor) -> torch.Tensor:
     ("model", "match"),
     [
         (nn.Linear(2, 2), "model: got a Linear without experts modules, allowed a MoE model"),
-        (block(has_bias=True), "model: experts: got experts with biases"),
-        (block(is_transposed=True), "model: experts: got transposed weights"),
+        (block(has_bias=True), "model: experts.gate_up_proj_bias: got nothing"),
         (block(has_gate=False), "model: experts: got experts without a gate"),
-        (block(is_concatenated=False), "model: experts: got interleaved gate and up rows"),
         (block(has_post_expert_norm=True), "model: experts: got a norm after each expert"),
         (
             block("tanh"),

@@ -355,3 +355,65 @@ def test_rows_that_do_not_fit_the_weights() -> None:
         kernel().compute(out, EpLayout.EXPERT_MAJOR, make_weights(torch.float32))
     with pytest.raises(MoEEpConfigError, match="3 blocks, allowed the weights' L = 2"):
         kernel().compute(out, EpLayout.EXPERT_MAJOR, make_weights(torch.bfloat16, experts=2))
+
+
+# Biases and the options of the gate: gpt-oss's experts.
+
+OPTIONS = GroupedGemmConfig("silu", limit=1.5, alpha=1.702, up_shift=1.0)
+
+
+def with_biases(weights: UnquantizedMoEWeights) -> UnquantizedMoEWeights:
+    generator = torch.Generator().manual_seed(5)
+    biases = [torch.randn(plane.shape[:2], generator=generator).to(plane.dtype) for plane in (weights.w13, weights.w2)]
+    return UnquantizedMoEWeights(weights.w13, weights.w2, *biases)
+
+
+def clamped_expert(x: torch.Tensor, weights: UnquantizedMoEWeights, expert: int) -> torch.Tensor:
+    """One expert in float64, written like the original."""
+    w13, w2, b13, b2 = (plane[expert].double() for plane in weights.planes)
+    gate, up = (w13 @ x.double() + b13).chunk(2)
+    gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
+    return w2 @ ((up + 1) * gate * torch.sigmoid(gate * 1.702)) + b2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [16, 10])
+def test_biases_and_a_clamped_gate(layout: EpLayout, dtype: torch.dtype, hidden: int) -> None:
+    weights, out = with_biases(make_weights(dtype, hidden=hidden)), received(layout, dtype, hidden=hidden)
+    x, got = existing(out, out.expert_tensors), get_kernel(OPTIONS).compute(out, layout, weights)
+    if out.recv_topk_idx is None:
+        experts = [expert for expert, count in enumerate(out.expert_counts.tolist()) for _ in range(count)]
+        want = torch.stack([clamped_expert(row, weights, expert) for row, expert in zip(x, experts)])
+    else:
+        want = torch.zeros_like(x, dtype=torch.float64)
+        ids, factors = existing(out, out.recv_topk_idx), existing(out, out.recv_topk_weights)
+        for row in range(len(x)):
+            for expert, factor in zip(ids[row].tolist(), factors[row].tolist()):
+                if 0 <= expert < weights.num_local_experts:
+                    want[row] += factor * clamped_expert(x[row], weights, expert)
+    assert_close(existing(out, got), want)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (GroupedGemmConfig("gelu", alpha=2.0), r"alpha: got 2.0, allowed 1 with 'gelu'"),
+        (GroupedGemmConfig(limit=0.0), r"limit: got 0.0, allowed more than 0"),
+    ],
+)
+def test_options_that_do_not_go_together(config: GroupedGemmConfig, match: str) -> None:
+    with pytest.raises(MoEEpConfigError, match=match):
+        get_kernel(config)
+
+
+def test_biases_that_do_not_fit() -> None:
+    weights = with_biases(make_weights(torch.float32))
+    w13, w2, b13, b2 = weights.planes
+    for biases, match in (
+        ((b13, None), "w2_bias: got None, allowed a bias for both"),
+        ((b13[:, 1:], b2), "w13_bias: got shape"),
+        ((b13, b2.double()), "w2_bias: got torch.float64"),
+    ):
+        with pytest.raises(MoEEpConfigError, match=match):
+            UnquantizedMoEWeights(w13, w2, *biases)

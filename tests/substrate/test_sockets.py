@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -72,7 +73,7 @@ def test_who_does_not_connect_is_named(meshes: list[Mesh]) -> None:
 
 def test_a_lower_rank_that_is_gone_is_named(meshes: list[Mesh]) -> None:
     meshes[0].close()
-    with pytest.raises(MoEEpTransportError, match="connect failed .* reaching rank 0"):
+    with pytest.raises(MoEEpTransportError, match=r"connect failed .* reaching rank 0"):
         meshes[1].connect([mesh.address for mesh in meshes], [mesh.token for mesh in meshes], 1.0)
 
 
@@ -97,10 +98,8 @@ def test_strangers_are_turned_away_and_do_no_harm(meshes: list[Mesh]) -> None:
     assert all(sorted(mesh.peers) == [rank for rank in range(3) if rank != mesh.rank] for mesh in meshes)
     for link in links:
         link.settimeout(5.0)
-        try:
+        with contextlib.suppress(ConnectionResetError):
             assert link.recv(1) == b"", "nothing of ours was sent"
-        except ConnectionResetError:
-            pass
         link.close()
 
 
@@ -149,7 +148,7 @@ def test_a_rank_that_ends_while_descriptors_are_exchanged(meshes: list[Mesh], se
 def test_a_rank_that_is_silent_while_descriptors_are_exchanged(meshes: list[Mesh]) -> None:
     connect(meshes)
     fd = os.memfd_create("some")
-    with pytest.raises(MoEEpTimeoutError, match="waited 0.1 s for the memory of rank 1") as caught:
+    with pytest.raises(MoEEpTimeoutError, match=r"waited 0\.1 s for the memory of rank 1") as caught:
         meshes[0].exchange_fds(fd, 0.1)
     assert caught.value.ranks == (1,)
     os.close(fd)

@@ -1,4 +1,4 @@
-"""Gated experts ``w2 @ (act(gate) * up)`` over the rows that exist, as grouped matrix products.
+"""Gated experts ``w2 @ (act(gate) * up)`` over the rows that exist, with or without biases, as grouped products.
 
 ``N`` below is the number of pairs (row, local expert) that exist. Two functions multiply each expert's rows by its
 matrices. Which one runs on the CPU was measured; ``python benchmarks/expert_gemm.py`` repeats that:
@@ -15,6 +15,7 @@ On CUDA :func:`grouped_experts` runs in every layout, with the counts left on th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 
 import numpy as np
@@ -40,11 +41,25 @@ HALF_VIA_FLOAT_ROWS = 4
 """Rows of an expert from which a CPU without float16 arithmetic is faster in float32, conversion included."""
 
 
+@dataclass(frozen=True)
+class ClampedGate:
+    """An activation with what :class:`GroupedGemmConfig` may do to its inputs first."""
+
+    activation: Activation
+    limit: float | None
+    up_shift: float
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.activation(gate).mul_(up + self.up_shift)
+
+
 class GroupedGemmKernel(ExpertKernel):
     """Unquantised gated experts, w13 ``[L, 2I, H]`` and w2 ``[L, H, I]``, in the rows' dtype.
 
     Raises:
-        MoEEpConfigError: no activation has this name.
+        MoEEpConfigError: no activation has this name, or an option does not go with it.
     """
 
     def __init__(self, config: KernelConfig) -> None:
@@ -52,7 +67,15 @@ class GroupedGemmKernel(ExpertKernel):
         assert isinstance(config, GroupedGemmConfig), f"a GroupedGemmConfig, not a {type(config).__name__}"
         if config.activation not in ACTIVATIONS:
             raise config_error("GroupedGemmConfig.activation", repr(config.activation), ", ".join(ACTIVATIONS))
-        self.activation = ACTIVATIONS[config.activation]
+        if config.alpha != 1.0 and config.activation != "silu":
+            raise config_error("GroupedGemmConfig.alpha", config.alpha, f"1 with {config.activation!r}")
+        if config.limit is not None and not config.limit > 0:
+            raise config_error("GroupedGemmConfig.limit", config.limit, "more than 0, or None")
+        self.activation: Activation | ClampedGate = ACTIVATIONS[config.activation]
+        if config.alpha != 1.0:
+            self.activation = partial(_scaled_silu, alpha=config.alpha)
+        if config.limit is not None or config.up_shift:
+            self.activation = ClampedGate(self.activation, config.limit, config.up_shift)
 
     def validate(self, params: FleetParams, weights: MoEWeights | None) -> None:
         """Raise :class:`MoEEpConfigError` unless the weights are unquantised and fit this Fleet's rows."""
@@ -213,40 +236,58 @@ def takes_grouped_mm(weights: UnquantizedMoEWeights) -> bool:
 
 
 def grouped_experts(
-    x_NH: torch.Tensor, weights: UnquantizedMoEWeights, activation: Activation, ends_L: torch.Tensor
+    x_NH: torch.Tensor, weights: UnquantizedMoEWeights, activation: Activation | ClampedGate, ends_L: torch.Tensor
 ) -> torch.Tensor:
     """All experts at once: rows sorted by expert, expert ``e``'s up to ``ends_L[e]`` (int32). Rows past the last end
     are not computed and undefined in the result ``[N, H]``.
     """
     h = F.grouped_mm(x_NH, weights.w13.mT, offs=ends_L)
-    return F.grouped_mm(_gated(h, activation), weights.w2.mT, offs=ends_L)
+    if weights.w13_bias is None or weights.w2_bias is None:
+        return F.grouped_mm(_gated(h, activation), weights.w2.mT, offs=ends_L)
+    rows = torch.arange(len(x_NH), dtype=torch.int32, device=x_NH.device)
+    expert_N = torch.searchsorted(ends_L, rows, right=True).clamp_(max=len(ends_L) - 1)
+    h += weights.w13_bias[expert_N]
+    return F.grouped_mm(_gated(h, activation), weights.w2.mT, offs=ends_L).add_(weights.w2_bias[expert_N])
 
 
 def each_expert(
     sources: Sequence[torch.Tensor],
     weights: UnquantizedMoEWeights,
-    activation: Activation,
+    activation: Activation | ClampedGate,
     targets: Sequence[torch.Tensor],
 ) -> None:
     """Expert by expert: ``sources[e]`` ``[n_e, H]`` through expert ``e`` into ``targets[e]``."""
     counts = [len(source) for source in sources]
     h_NI = weights.w13.new_empty(sum(counts), weights.w13.shape[1])
-    _products(sources, weights.w13, h_NI.split(counts))
-    _products(_gated(h_NI, activation).split(counts), weights.w2, targets)
+    _products(sources, weights.w13, weights.w13_bias, h_NI.split(counts))
+    _products(_gated(h_NI, activation).split(counts), weights.w2, weights.w2_bias, targets)
 
 
-def _products(sources: Sequence[torch.Tensor], matrices: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+def _products(
+    sources: Sequence[torch.Tensor],
+    matrices: torch.Tensor,
+    biases: torch.Tensor | None,
+    targets: Sequence[torch.Tensor],
+) -> None:
     via_float = matrices.dtype is torch.float16 and not matrices.is_cuda and not _half_is_native()
-    for source, matrix, target in zip(sources, matrices.mT, targets):
+    for expert, (source, matrix, target) in enumerate(zip(sources, matrices.mT, targets)):
         if via_float and len(source) >= HALF_VIA_FLOAT_ROWS:
             target.copy_(source.float() @ matrix.float())
         elif len(source):
             torch.mm(source, matrix, out=target)
+        if biases is not None:
+            target += biases[expert]
 
 
-def _gated(h: torch.Tensor, activation: Activation) -> torch.Tensor:
+def _gated(h: torch.Tensor, activation: Activation | ClampedGate) -> torch.Tensor:
     gate, up = h.chunk(2, -1)
+    if isinstance(activation, ClampedGate):
+        return activation(gate, up)
     return activation(gate).mul_(up)
+
+
+def _scaled_silu(gate: torch.Tensor, alpha: float) -> torch.Tensor:
+    return gate * torch.sigmoid(gate * alpha)
 
 
 @cache

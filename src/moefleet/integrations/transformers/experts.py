@@ -2,76 +2,100 @@
 
 Nothing here knows an architecture. An experts module is one whose class transformers decorated with
 ``use_experts_implementation``; it holds all experts of a block in two parameters, ``gate_up_proj`` ``[E, 2I, H]`` and
-``down_proj`` ``[E, H, I]``.
+``down_proj`` ``[E, H, I]`` (the last two transposed where the module says so), and biases beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from ...config import GroupedGemmConfig
 from ...errors import MoEEpConfigError, config_error
 from ...weights import MoEWeightPack, MoEWeights
+from .gates import ACTIVATIONS, recognised
 
-DECORATED = ("has_gate", "has_bias", "is_transposed")
-"""What the decorator leaves on an instance."""
+DECORATED = ("has_bias", "is_transposed")
+"""What the decorator leaves on an instance, in every version."""
 
 PLANES = ("gate_up_proj", "down_proj")
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# GroupedGemmConfig.activation -> what it does to the gate half.
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
-    "relu": F.relu,
-}
+WHOLE = "moefleet_num_experts"
+"""On a module that was loaded with one rank's experts only: how many there are in all."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """All experts of one block, still in the model.
+    """The experts of one block, still in the model: all of them, or those of this rank where no others were loaded.
 
     Attributes:
         name: of the module inside the model, such as ``model.layers.0.mlp.experts``.
         module: the module.
-        activation: what it does to the gate half, by its name in :class:`moefleet.GroupedGemmConfig`.
+        gate: what stands between the two matrices.
+        interleaved: whether gate and up rows take turns, not gate rows first.
     """
 
     name: str
     module: nn.Module
-    activation: str
+    gate: GroupedGemmConfig
+    interleaved: bool = False
 
     @property
-    def gate_up_proj(self) -> torch.Tensor:
-        """``[E, 2I, H]``."""
-        weight = self.module.gate_up_proj
-        assert isinstance(weight, torch.Tensor)
-        return weight
+    def activation(self) -> str:
+        """What is done to the gate half, by its name in :class:`moefleet.GroupedGemmConfig`."""
+        return self.gate.activation
 
     @property
-    def down_proj(self) -> torch.Tensor:
-        """``[E, H, I]``."""
-        weight = self.module.down_proj
-        assert isinstance(weight, torch.Tensor)
-        return weight
+    def is_share(self) -> bool:
+        """Whether the module has this rank's experts only."""
+        return hasattr(self.module, WHOLE)
 
     @property
     def form(self) -> tuple[int, int, torch.dtype, torch.device]:
         """What all blocks that share a Fleet have in common: ``E``, ``H``, dtype, device."""
-        w13 = self.gate_up_proj
-        return w13.shape[0], w13.shape[2], w13.dtype, w13.device
+        w13 = self._matrix("gate_up_proj")
+        return int(getattr(self.module, WHOLE, w13.shape[0])), w13.shape[2], w13.dtype, w13.device
 
     def take_share(self, experts: Sequence[int]) -> MoEWeights:
         """Copy the weights of these experts and take all of them out of the module, which frees them."""
-        at = torch.tensor(experts, dtype=torch.int64, device=self.gate_up_proj.device)
-        share = MoEWeightPack(self.gate_up_proj.detach()[at], self.down_proj.detach()[at])
-        for plane in PLANES:
-            setattr(self.module, plane, None)
-        return share
+        w13, w2, *biases = (self._of(name, experts) for name in planes_of(self.module))
+        for name in planes_of(self.module):
+            setattr(self.module, name, None)
+        if not biases:
+            return MoEWeightPack(w13, w2)
+        return MoEWeightPack(w13, w2, w13_bias=biases[0], w2_bias=biases[1])
+
+    def _matrix(self, name: str) -> torch.Tensor:
+        """``[E, 2I, H]`` or ``[E, H, I]``: a view."""
+        weight = getattr(self.module, name).detach()
+        return weight.mT if self.module.is_transposed and name in PLANES else weight
+
+    def _of(self, name: str, experts: Sequence[int]) -> torch.Tensor:
+        plane = self._matrix(name)
+        if not self.is_share:
+            plane = plane[torch.tensor(experts, dtype=torch.int64, device=plane.device)]
+        if self.interleaved and name in (PLANES[0], BIASES[0]):
+            return torch.cat((plane[:, ::2], plane[:, 1::2]), 1).contiguous()
+        return plane.contiguous()
+
+
+def planes_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters that hold experts."""
+    return (*PLANES, *BIASES) if module.has_bias else PLANES
+
+
+def experts_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every decorated module with its name, in the order of the model's layers."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if all(hasattr(module, attribute) for attribute in DECORATED)
+    ]
 
 
 def find_experts(model: nn.Module) -> list[Experts]:
@@ -80,10 +104,7 @@ def find_experts(model: nn.Module) -> list[Experts]:
     Raises:
         MoEEpConfigError: there is none, they differ in form, or one computes something that moefleet does not.
     """
-    found = []
-    for name, module in model.named_modules():
-        if all(hasattr(module, attribute) for attribute in DECORATED):
-            found.append(Experts(name, module, _understood(name, module)))
+    found = [_understood(name, module) for name, module in experts_modules(model)]
     if not found:
         raise config_error(
             "model",
@@ -101,51 +122,35 @@ def find_experts(model: nn.Module) -> list[Experts]:
     return found
 
 
-def _understood(name: str, module: nn.Module) -> str:
-    """The activation of an experts module that moefleet can compute; raises for any other."""
+def _understood(name: str, module: nn.Module) -> Experts:
+    """An experts module that moefleet can compute; raises for any other."""
     for attribute, usual, got, allowed in (
         ("has_gate", True, "experts without a gate", "gated experts"),
-        ("has_bias", False, "experts with biases", "experts without biases"),
-        ("is_transposed", False, "transposed weights", "gate_up_proj [E, 2I, H] and down_proj [E, H, I]"),
-        ("is_concatenated", True, "interleaved gate and up rows", "gate rows, then up rows"),
         ("has_post_expert_norm", False, "a norm after each expert", "experts without it"),
         ("_is_expert_parallel", False, "experts that transformers has sharded", "the whole experts"),
     ):
         if getattr(module, attribute, usual) != usual:
             raise _refusal(name, got, allowed)
-    for plane in PLANES:
+    for plane in planes_of(module):
         weight = getattr(module, plane, None)
-        if weight is None:
+        if not isinstance(weight, torch.Tensor):
             raise _refusal(f"{name}.{plane}", "nothing", "the full experts", "load the model anew for another group")
-        if weight.dim() != 3:
-            raise _refusal(f"{name}.{plane}", f"shape {list(weight.shape)}", "three dimensions, the experts first")
-    activation = _activation(module)
-    if activation is None:
+        dims = 3 if plane in PLANES else 2
+        if weight.dim() != dims:
+            raise _refusal(f"{name}.{plane}", f"shape {list(weight.shape)}", f"{dims} dimensions, the experts first")
+        if weight.dtype not in DTYPES:
+            raise _refusal(f"{name}.{plane}", f"dtype {weight.dtype}", "unquantised experts", "dequantise the model")
+    w13 = module.gate_up_proj
+    assert isinstance(w13, torch.Tensor)
+    gate = recognised(module, w13.shape[2 if module.is_transposed else 1])
+    if gate is None:
         act = getattr(module, "act_fn", None)
         raise _refusal(name, f"the gate of a {type(module).__name__} ({act})", f"act(gate) * up, {_names()}")
-    return activation
-
-
-def _activation(module: nn.Module) -> str | None:
-    """Name the gate by what it computes, as classes and functions for one activation are many, and gates of their own
-    (limits, scales) are not told by them.
-    """
-    weight, apply_gate = module.gate_up_proj, module._apply_gate
-    assert isinstance(weight, torch.Tensor) and callable(apply_gate)
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(32, weight.shape[1], generator=generator) * torch.logspace(-2, 3, 32)[:, None]
-    probe = probe.to(weight.device)
-    gate, up = probe.chunk(2, dim=-1)
-    with torch.no_grad():
-        got = apply_gate(probe)
-        for name, activation in ACTIVATIONS.items():
-            if torch.allclose(got, activation(gate) * up, rtol=1e-5, atol=1e-6):
-                return name
-    return None
+    return Experts(name, module, *gate)
 
 
 def _names() -> str:
-    return "act one of " + ", ".join(ACTIVATIONS)
+    return "act one of " + ", ".join(ACTIVATIONS) + ", clamped by the module's limit or not"
 
 
 def _refusal(field: str, got: str, allowed: str, todo: str = "") -> MoEEpConfigError:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import replace
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
@@ -17,7 +19,6 @@ from ...config import (
     EpAlgorithm,
     EpLayout,
     FleetParams,
-    GroupedGemmConfig,
     SplitConfig,
 )
 from ...errors import MoEEpError, config_error
@@ -25,7 +26,10 @@ from ...knobs import FleetAlgoKnob
 from ...layer import Fleet, MoEEpLayer
 from ...placement import Placement
 from ...tensors import MoEEpTensors
+from .checkpoint import load_share, refuse_quantised
 from .experts import Experts, find_experts
+from .memory import Memory, measured
+from .serving import Serving
 
 EXPERTS_FUNCTION = "moefleet"
 """Name of :func:`experts_forward` in transformers' ``ALL_EXPERTS_FUNCTIONS``."""
@@ -33,9 +37,12 @@ EXPERTS_FUNCTION = "moefleet"
 LAYER = "moefleet_layer"
 """Where an experts module keeps its :class:`~moefleet.MoEEpLayer`."""
 
+SEAT = "moefleet_seat"
+"""Where an experts module keeps its :class:`Seat`."""
+
 
 def expert_parallel(
-    model: nn.Module,
+    model: nn.Module | str | os.PathLike[str],
     bootstrap: BootstrapConfig,
     *,
     max_tokens_per_rank: int,
@@ -43,36 +50,53 @@ def expert_parallel(
     backend: str | CommConfig = "auto",
     fleet_knobs: Sequence[FleetAlgoKnob] = (),
     topk: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> ExpertParallel:
     """Spread the experts of all MoE blocks of ``model`` over the ranks. Blocks until all ranks have called it.
 
-    The model is changed in place: of each block's experts this rank keeps its own, the others are freed; attention,
-    routers and shared experts stay as they are, whole on every rank. All blocks share one Fleet. From then on the
-    model's forward is a collective: see :class:`ExpertParallel`. For inference only, no gradient passes the experts.
+    A model is changed in place: of each block's experts this rank keeps its own, the others are freed; attention,
+    routers and shared experts stay as they are, whole on every rank. Of a checkpoint directory, other ranks' experts
+    are not even read. All blocks share one Fleet. From then on the model's forward is a collective: see
+    :class:`ExpertParallel`. For inference only, no gradient passes the experts.
 
     Args:
-        model: a transformers model with its weights loaded, the same on all ranks.
-        bootstrap: this rank and its group. ``device=None`` means the device of the experts.
-        max_tokens_per_rank: ``M``, the most tokens (batch times sequence) of one forward on one rank.
+        model: a transformers model with its weights loaded, the same on all ranks, or the directory of a checkpoint in
+            safetensors files, which becomes ``result.model``.
+        bootstrap: this rank and its group. ``device=None`` means the device of the experts; from a directory the
+            current accelerator, or the CPU.
+        max_tokens_per_rank: ``M``, the most tokens (batch times sequence) of one step on one rank. A forward may have
+            more inside :meth:`ExpertParallel.serving`, which takes several steps then.
         layout: ``None`` (EXPERT_MAJOR) or RANK_MAJOR for low latency, FLAT for high throughput.
         backend: ``"auto"``, a transport's name, or its config.
         fleet_knobs: options of the Fleet.
         topk: ``K``, experts per token; ``None`` reads ``num_experts_per_tok`` from the model's config.
+        dtype: of the weights, from a directory; ``None`` for that of the checkpoint.
 
     Raises:
-        MoEEpConfigError: experts that moefleet cannot compute, or a bad value; the model is unchanged.
+        MoEEpConfigError: experts that moefleet cannot compute, quantised weights, or a bad value; the model is
+            unchanged.
         MoEEpError: see :func:`moefleet.create_fleet`; the model has lost weights and must be loaded anew.
     """
-    blocks = find_experts(model)
-    num_experts, hidden, dtype, device = blocks[0].form
+    loaded: nn.Module
+    tensors_read: tuple[str, ...] = ()
+    if isinstance(model, (str, os.PathLike)):
+        loaded, tensors_read = load_share(model, bootstrap, dtype)
+    elif dtype is not None:
+        raise config_error("dtype", str(dtype), "None for a loaded model", "convert the model with .to(dtype)")
+    else:
+        loaded = model
+    refuse_quantised(getattr(loaded, "config", None))
+    blocks = find_experts(loaded)
+    num_experts, hidden, rows, device = blocks[0].form
+    topk = _topk(blocks[0], topk)
     params = FleetParams(
         num_experts,
         max_tokens_per_rank,
         hidden,
-        dtype_bytes=dtype.itemsize,
+        dtype_bytes=rows.itemsize,
         algorithm=EpAlgorithm.HIGH_THROUGHPUT if layout is EpLayout.FLAT else EpAlgorithm.LOW_LATENCY,
         layout=layout,
-        max_topk=_topk(blocks[0], topk),
+        max_topk=max(topk, 2),  # announcements may need two
     )
     bootstrap = replace(bootstrap, device=_device(bootstrap, device))
     own = Placement.contiguous(num_experts, bootstrap.world_size).experts_of(bootstrap.rank)
@@ -81,7 +105,7 @@ def expert_parallel(
     fleet: Fleet | None = None
     try:
         for block in blocks:
-            split = SplitConfig(backend, GroupedGemmConfig(block.activation))
+            split = SplitConfig(backend, block.gate)
             # The first layer builds the Fleet and gives it back in the end, the others share it.
             layer = MoEEpLayer(bootstrap, params, block.take_share(own), fleet_knobs, split, fleet=fleet)
             layers[block.name], fleet = layer, layer.fleet
@@ -89,27 +113,46 @@ def expert_parallel(
         if fleet is not None:
             fleet.destroy()
         raise
-    for block in blocks:
-        _attach(block.module, layers[block.name])
-    return ExpertParallel(model, layers, dtype)
+    parallel = ExpertParallel(loaded, layers, topk, rows, tensors_read)
+    for number, block in enumerate(blocks):
+        _attach(block.module, layers[block.name], Seat(parallel, number))
+    return parallel
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Which block an experts module is, and of what."""
+
+    parallel: ExpertParallel
+    block: int
 
 
 class ExpertParallel:
     """What holds a model's spread experts: close it when the model is no longer used.
 
-    All ranks run the same number of forwards, each with its own batch, also when a rank has nothing to do: it calls
-    :meth:`idle_step` then, or the others wait for it until the bootstrap's timeout.
+    All ranks run the same number of forwards of at most ``M`` tokens, each with its own batch, also when a rank has
+    nothing to do: it calls :meth:`idle_step` then, or the others wait for it until the bootstrap's timeout. Inside
+    :meth:`serving` none of this needs care.
 
     Attributes:
         model: the model, changed in place.
         layers: the MoE layer of each block, by the name of its experts module, in the order of the model.
+        tensors_read: from a directory, the names of the tensors that this rank read, in the checkpoint's words.
     """
 
-    def __init__(self, model: nn.Module, layers: dict[str, MoEEpLayer], dtype: torch.dtype) -> None:
-        self.model, self.layers = model, layers
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: dict[str, MoEEpLayer],
+        topk: int,
+        dtype: torch.dtype,
+        tensors_read: tuple[str, ...] = (),
+    ) -> None:
+        self.model, self.layers, self.tensors_read = model, layers, tensors_read
+        self.now_serving: Serving | None = None
         self._destroyed = False
         fleet = self.fleet
-        device, topk = fleet.bootstrap.device, fleet.params.max_topk
+        device = fleet.bootstrap.device
         self._nothing = MoEEpTensors(
             torch.empty(0, fleet.params.token_hidden_size, dtype=dtype, device=device),
             torch.empty(0, topk, dtype=torch.int64, device=device),
@@ -131,6 +174,34 @@ class ExpertParallel:
         """``W``: ranks in the group."""
         return self.fleet.bootstrap.world_size
 
+    @contextmanager
+    def serving(self) -> Iterator[Serving]:
+        """Let each rank run as many forwards as it likes, of any length: ``with parallel.serving(): generate(...)``.
+
+        All ranks enter and leave it. Inside, ranks need not agree on anything: one with fewer prompts, shorter ones or
+        none takes part in the others' forwards when it leaves, and leaves when all have. A forward of more than ``M``
+        tokens is cut into several steps, on all ranks alike. It costs one step of one row per forward. Within the
+        bootstrap's ``timeout_s`` every rank must come to its next forward, or leave.
+
+        Raises:
+            MoEEpPeerError: another rank left it with an error; in a forward, or when leaving.
+            MoEEpConfigError: it is entered twice, or a forward was broken off and another begun.
+        """
+        if self._destroyed:
+            raise _destroyed()
+        if self.now_serving is not None:
+            raise config_error("serving", "an entry while it is entered already", "one at a time")
+        with Serving(list(self.layers.values()), self._nothing) as serving:
+            self.now_serving = serving
+            try:
+                yield serving
+            finally:
+                self.now_serving = None
+
+    def memory(self) -> Memory:
+        """Bytes that this rank holds: compare :func:`predict_memory`."""
+        return measured(self.model, [layer.weights for layer in self.layers.values()], self.fleet)
+
     def idle_step(self) -> None:
         """Take part in one forward of the other ranks without tokens of one's own: every block, no attention.
 
@@ -138,9 +209,12 @@ class ExpertParallel:
 
         Raises:
             MoEEpError: after :meth:`destroy`; see :meth:`moefleet.MoEEpLayer.forward` for the rest.
+            MoEEpConfigError: inside :meth:`serving`, where no rank needs it.
         """
         if self._destroyed:
             raise _destroyed()
+        if self.now_serving is not None:
+            raise config_error("idle_step", "a call inside serving()", "none: leaving it does this")
         for layer in self.layers.values():
             layer(self._nothing)
 
@@ -150,7 +224,9 @@ class ExpertParallel:
             return
         self._destroyed = True
         for name, layer in self.layers.items():
-            setattr(self.model.get_submodule(name), LAYER, None)
+            module = self.model.get_submodule(name)
+            setattr(module, LAYER, None)
+            setattr(module, SEAT, None)
             layer.destroy()
             layer.weights = None
 
@@ -190,6 +266,9 @@ def experts_forward(
         raise config_error(
             "hidden_states", "a tensor that requires a gradient", "inference", "run the model under torch.no_grad()"
         )
+    seat: Seat = getattr(module, SEAT)
+    if seat.parallel.now_serving is not None:
+        return seat.parallel.now_serving.forward(seat.block, hidden_states, top_k_index, top_k_weights)
     result: torch.Tensor = layer(MoEEpTensors(hidden_states, top_k_index, top_k_weights))
     return result
 
@@ -197,9 +276,10 @@ def experts_forward(
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_FUNCTION, experts_forward)
 
 
-def _attach(module: nn.Module, layer: MoEEpLayer) -> None:
+def _attach(module: nn.Module, layer: MoEEpLayer, seat: Seat) -> None:
     """Let the module run over this layer. Its config is copied, as other models may share it."""
     setattr(module, LAYER, layer)
+    setattr(module, SEAT, seat)
     config = copy.copy(module.config)
     config._experts_implementation_internal = EXPERTS_FUNCTION  # type: ignore[union-attr]
     module.config = config

@@ -1,0 +1,53 @@
+"""Hundreds of steps and dozens of Fleets: memory, descriptors and threads stay where they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moefleet import BootstrapConfig, EpLayout
+from tests.conformance.pool import shared_pool
+from tests.transports.shm.leftovers import of_this_process, resident_bytes
+from tests.transports.shm.ranks import fleet_of, step
+
+ROOM = 3 << 20  # allocators keep some
+
+
+def many_steps(bootstrap: BootstrapConfig, layout: EpLayout) -> Any:
+    with fleet_of(bootstrap, layout) as fleet:
+        for seed in range(150):
+            step(fleet, seed)
+        before = resident_bytes(), of_this_process()
+        for seed in range(500):
+            step(fleet, seed % 150)
+        return before, (resident_bytes(), of_this_process()), fleet.stats()["steps"]
+
+
+@pytest.mark.parametrize("layout", list(EpLayout), ids=lambda layout: layout.name.lower())
+def test_memory_stays_flat_over_steps(layout: EpLayout) -> None:
+    for result in shared_pool().run(many_steps, layout, world_size=3):
+        assert result.error is None, result.error
+        (bytes_before, before), (bytes_after, after), steps = result.value
+        assert steps == 650
+        assert after == before
+        assert bytes_after <= bytes_before + ROOM
+
+
+def many_fleets(bootstrap: BootstrapConfig) -> Any:
+    def build_and_use(count: int) -> tuple[int, dict[str, int]]:
+        for seed in range(count):
+            with fleet_of(bootstrap, list(EpLayout)[seed % 3]) as fleet:
+                step(fleet, seed)
+        del fleet
+        return resident_bytes(), of_this_process()
+
+    return build_and_use(15), build_and_use(45)
+
+
+def test_memory_stays_flat_over_fleets() -> None:
+    for result in shared_pool().run(many_fleets, world_size=3):
+        assert result.error is None, result.error
+        (bytes_before, before), (bytes_after, after) = result.value
+        assert after == before
+        assert bytes_after <= bytes_before + ROOM
