@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# A CPU build of torch brings no Triton. The GPU kernels' logic is tested all the same, under Triton's interpreter.
+TRITON := triton==3.6.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format bench-comm clean
@@ -49,4 +51,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PIP) install --quiet --upgrade pip
 	@$(PIP) install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	@$(PIP) install --quiet --editable ".[dev]" -c constraints.txt
+	@test "$$(uname -s)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet "$(TRITON)"
 	@touch $@

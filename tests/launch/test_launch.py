@@ -112,6 +112,7 @@ def running(path: Path, text: str, *argv: str) -> Iterator[subprocess.Popen[str]
         text=True,
         env=environment,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
     )
     with script:
         try:
