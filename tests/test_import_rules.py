@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "chaos": EVERYTHING,
     "doctor": EVERYTHING,
     "plan": EVERYTHING,
+    "generate": EVERYTHING,
     "__init__": EVERYTHING,
     "__main__": EVERYTHING,
     "_version": frozenset(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -88,6 +89,8 @@ def enter(bootstrap: BootstrapConfig, fn: Callable[..., Any], transport: str, de
     """Run ``fn(context, *args)`` on this rank and bring what it returns to the CPU."""
     place = torch.device(device)
     if place.type == "cuda":
+        os.environ["MOEFLEET_CHECK"] = "1"  # what a kernel meets is raised by the call that launched it
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # ranks may outnumber GPUs
         place = torch.device("cuda", bootstrap.rank % torch.cuda.device_count())
         torch.cuda.set_device(place)
     context = RankContext(replace(bootstrap, device=place, timeout_s=WAIT_S), transport)

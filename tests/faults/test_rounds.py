@@ -15,6 +15,7 @@ from moefleet import (
     MoEEpStoreError,
     create_fleet,
 )
+from moefleet.substrate.control import State, Word
 from tests.faults.engine import Engine, Record, check_delivered, problem_of, run
 
 pytestmark = pytest.mark.timeout(100)
@@ -53,6 +54,8 @@ def without_faults(bootstrap: BootstrapConfig) -> tuple[list[int], list[int], li
         engine.serve(2 * number)
         mask = engine.fleet.reconcile_active_mask().tolist()
         epochs.append(engine.fleet.active_mask_epoch)
+        said = engine.fleet.group.waiter.said
+        assert (said(engine.rank, Word.STATE), said(engine.rank, Word.ROUND)) == (State.RUNNING, epochs[-1])
     engine.meet("end")
     return mask, epochs, engine.close()
 
@@ -61,6 +64,31 @@ def test_rounds_without_a_fault_mask_nobody_and_flag_no_step() -> None:
     results = run(without_faults, world=3)
     assert [(mask, epochs) for mask, epochs, _ in results] == [([1, 1, 1], [1, 2, 3, 4, 5])] * 3
     assert check_delivered([log for *_, log in results]) == 30
+
+
+def forgiving(bootstrap: BootstrapConfig) -> tuple[list[bool], list[list[int]], list[Record]]:
+    """Rank 0 accuses rank 1, and forgets it: once alone, once in a readmission."""
+    engine = Engine(bootstrap)
+    fleet, faults, masks = engine.fleet, [], []
+    engine.serve(2)
+    engine.meet("two")
+    for readmit in (False, True):
+        if engine.rank == 0:
+            fleet.faults.accuse(1)
+            faults.append(fleet.query_fault())
+        masks.append(fleet.clear_faults(readmit=readmit).tolist())
+        faults.append(fleet.query_fault())
+    engine.serve(6)
+    engine.meet("end")
+    return faults, masks, engine.close()
+
+
+def test_accusations_are_forgiven() -> None:
+    first, *others = run(forgiving, world=3)
+    assert first[0] == [True, False, True, False]
+    assert [faults for faults, *_ in others] == [[False, False]] * 2
+    assert all(masks == [[1, 1, 1]] * 2 for _, masks, _ in (first, *others))
+    assert check_delivered([log for *_, log in (first, *others)]) == 18
 
 
 def too_few(bootstrap: BootstrapConfig, quorum: str) -> tuple[str, list[int], int, bool]:

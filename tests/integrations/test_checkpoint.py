@@ -108,7 +108,7 @@ def test_a_dtype_is_converted_and_generation_config_is_read(directory: Path) -> 
         expected = whole(torch.tensor(IDS)).logits
         torch.testing.assert_close(parallel.model(torch.tensor(IDS)).logits, expected, atol=1e-4, rtol=1e-4)
         assert parallel.model.generation_config.pad_token_id == 0
-        assert not any(module.training for module in parallel.model.modules())
+        assert not parallel.model.training
 
 
 def copied(directory: Path, tmp_path: Path) -> Path:

@@ -47,9 +47,11 @@ def spread(bootstrap: BootstrapConfig, family: str = "qwen3_moe", **options: Any
 # Ranks with different work.
 
 
-def share(bootstrap: BootstrapConfig, prompts: int, layout: EpLayout, topk: int) -> tuple[dict[int, list[int]], int]:
+def share(
+    bootstrap: BootstrapConfig, prompts: int, layout: EpLayout, topk: int, backend: str
+) -> tuple[dict[int, list[int]], int]:
     """What this rank writes of the prompts that are its own, and the steps that it took part in."""
-    with spread(bootstrap, layout=layout, topk=topk) as parallel:
+    with spread(bootstrap, layout=layout, topk=topk, backend=backend) as parallel:
         mine = range(bootstrap.rank, prompts, bootstrap.world_size)
         with parallel.serving():
             texts = {number: continued(parallel.model, number) for number in mine}
@@ -59,20 +61,23 @@ def share(bootstrap: BootstrapConfig, prompts: int, layout: EpLayout, topk: int)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "prompts", "layout", "topk"),
+    ("world_size", "prompts", "layout", "topk", "backend"),
     [
-        (4, 3, EpLayout.EXPERT_MAJOR, 2),
-        (2, 4, EpLayout.RANK_MAJOR, 2),
-        (3, 1, EpLayout.FLAT, 2),
-        (2, 3, EpLayout.EXPERT_MAJOR, 1),
-        (1, 2, EpLayout.EXPERT_MAJOR, 2),
+        (4, 3, EpLayout.EXPERT_MAJOR, 2, "shm"),
+        (2, 4, EpLayout.RANK_MAJOR, 2, "shm"),
+        (3, 1, EpLayout.FLAT, 2, "shm"),
+        (2, 3, EpLayout.EXPERT_MAJOR, 1, "shm"),
+        (3, 2, EpLayout.EXPERT_MAJOR, 2, "torch_dist"),
+        (1, 2, EpLayout.EXPERT_MAJOR, 2, "auto"),
     ],
 )
-def test_ranks_generate_what_one_process_does(world_size: int, prompts: int, layout: EpLayout, topk: int) -> None:
+def test_ranks_generate_what_one_process_does(
+    world_size: int, prompts: int, layout: EpLayout, topk: int, backend: str
+) -> None:
     model = tiny("qwen3_moe", topk=topk)
     expected = {number: continued(model, number) for number in range(prompts)}
     together: dict[int, list[int]] = {}
-    got = values(share, prompts, layout, topk, world_size=world_size)
+    got = values(share, prompts, layout, topk, backend, world_size=world_size)
     for texts, _ in got:
         together |= texts
     assert together == expected
@@ -116,10 +121,10 @@ def test_batches_and_sampling() -> None:
 # Ranks that fail.
 
 
-def fail(bootstrap: BootstrapConfig, where: str) -> tuple[str, str, float, list[int]]:
+def fail(bootstrap: BootstrapConfig, where: str, backend: str) -> tuple[str, str, float, list[int]]:
     """What ends serving() here when rank 1 raises, after how long, and what is generated together afterwards."""
     start = time.monotonic()
-    with spread(replace(bootstrap, timeout_s=60.0)) as parallel:
+    with spread(replace(bootstrap, timeout_s=60.0), backend=backend) as parallel:
         try:
             with parallel.serving():
                 if bootstrap.rank == 1:
@@ -142,10 +147,13 @@ def broken(*_: Any) -> None:
     raise ArithmeticError("no luck")
 
 
-@pytest.mark.parametrize("where", ["at once", "in a forward", "between forwards"])
-def test_peers_of_a_rank_that_raises_learn_it_at_once_and_the_next_serving_works(where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "backend"),
+    [("at once", "shm"), ("in a forward", "shm"), ("between forwards", "shm"), ("in a forward", "torch_dist")],
+)
+def test_peers_of_a_rank_that_raises_learn_it_at_once_and_the_next_serving_works(where: str, backend: str) -> None:
     model = tiny("qwen3_moe")
-    for rank, (kind, said, took, text) in enumerate(values(fail, where, world_size=3)):
+    for rank, (kind, said, took, text) in enumerate(values(fail, where, backend, world_size=3)):
         assert kind == ("ArithmeticError" if rank == 1 else MoEEpPeerError.__name__), said
         assert "no luck" in said and (rank == 1 or "rank 1" in said)
         assert took < 30

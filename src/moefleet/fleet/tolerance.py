@@ -178,7 +178,6 @@ class FaultTolerantFleet(Fleet):
         self._require_idle("reconcile_active_mask")
         if timeout_s is not None and not 0 < timeout_s < math.inf:
             raise config_error("reconcile_active_mask: timeout_s", timeout_s, "a finite number of seconds above 0")
-        self._look_for_deaths()
         masked_by_hand = agreement.decision.mask & ~self.faults.mask
         accused = tuple(members(self.faults.accused | masked_by_hand))
         return self._adopt(lambda: agreement.reconcile(accused, self._last_step(), timeout_s=timeout_s))

@@ -1,8 +1,10 @@
-"""A process group between threads of one process, that refuses what would tear a real one."""
+"""A process group between threads of one process, that refuses what would tear a real one. It is of a kind that the
+transport cannot make itself, and so uses as it is."""
 
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -41,10 +43,14 @@ class Collective:
 
 
 class FakeWorld:
-    """Groups of ``world_size`` threads. ``torn`` lists what would have torn a collective."""
+    """Groups of ``world_size`` threads. ``torn`` lists what would have torn a collective.
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    Args:
+        limit_s: when a collective gives up by itself.
+    """
+
+    def __init__(self, world_size: int, limit_s: float = 1000.0) -> None:
+        self.world_size, self.limit_s = world_size, limit_s
         self.lock = threading.Lock()
         self.collectives: list[Collective] = []
         self.torn: list[str] = []
@@ -83,19 +89,20 @@ class FakeGroup:
                 if collective.torn:
                     world.torn.append(collective.torn)
                 collective.done.set()
-        return FakeWork(collective)
+        return FakeWork(collective, world.limit_s)
 
 
 class FakeWork:
-    def __init__(self, collective: Collective) -> None:
-        self._collective = collective
+    def __init__(self, collective: Collective, limit_s: float) -> None:
+        self._collective, self._end = collective, time.monotonic() + limit_s
 
     def is_completed(self) -> bool:
-        return self._collective.done.is_set()
+        return self._collective.done.is_set() or time.monotonic() > self._end
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self._collective.done.wait(None if timeout is None else timeout.total_seconds()):
-            raise RuntimeError("Operation timed out!")
+        left = max(0.0, self._end - time.monotonic())
+        if not self._collective.done.wait(left if timeout is None else min(left, timeout.total_seconds())):
+            raise RuntimeError("Timed out waiting for recv" if self.is_completed() else "Operation timed out!")
         if self._collective.torn:
             raise RuntimeError(self._collective.torn)
         return True

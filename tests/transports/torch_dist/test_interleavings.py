@@ -28,20 +28,26 @@ from moefleet import (
     MoEEpConfigError,
     MoEEpError,
     MoEEpPeerError,
+    MoEEpTimeoutError,
     create_fleet,
     reference,
 )
 from tests.strategies import LAYOUTS, Problem, make_problem
 from tests.transports.torch_dist.fake_group import FakeWorld
+from tests.transports.torch_dist.ranks import caught
 
 WAIT_S = 20.0
 
 
 def in_threads(
-    world_size: int, body: Callable[[int, Fleet], Any], params: FleetParams, timeout_s: float = WAIT_S
+    world_size: int,
+    body: Callable[[int, Fleet], Any],
+    params: FleetParams,
+    timeout_s: float = WAIT_S,
+    limit_s: float = 1000.0,
 ) -> list[Any]:
     """``body(rank, fleet)`` on ``world_size`` ranks that are threads; what each returned or raised."""
-    world, store = FakeWorld(world_size), dist.HashStore()
+    world, store = FakeWorld(world_size, limit_s), dist.HashStore()
     results: list[Any] = [None] * world_size
 
     def run(rank: int) -> None:
@@ -223,3 +229,34 @@ def test_every_rank_in_an_order_of_its_own(seed: int) -> None:
                 torch.testing.assert_close(got.double(), want[rank], rtol=0, atol=1e-5)
             else:
                 assert isinstance(got, MoEEpPeerError) and got.rank >= 0, got
+
+
+PROBLEM = make_problem(0, 3, 5, 4, 2, [3, 2, 4])
+
+
+def dispatch(rank: int, fleet: Fleet) -> Exception | None:
+    ids, weights = PROBLEM.topk_ids[rank], PROBLEM.topk_weights[rank]
+    with fleet.create_handle(HandleParams(ids), [HandleAlgoKnobTopKWeights(weights)]) as handle:
+        return caught(lambda: handle.dispatch(DispatchInputParams([PROBLEM.xs[rank]])))
+
+
+def test_a_rank_that_leaves_an_adopted_group_is_named() -> None:
+    """The group is the caller's and goes on, so that its end is no sign."""
+    _, *errors = in_threads(3, lambda rank, fleet: dispatch(rank, fleet) if rank else None, PROBLEM.params())
+    for error in errors:
+        assert isinstance(error, MoEEpPeerError) and error.rank == 0 and "rank 0 has left" in str(error), error
+
+
+def test_an_adopted_group_that_gives_up_first_is_told() -> None:
+    met = threading.Barrier(3)
+
+    def body(rank: int, fleet: Fleet) -> Any:
+        errors = [dispatch(rank, fleet) for _ in range(2)] if rank else []
+        met.wait(30)
+        return errors
+
+    _, *by_rank = in_threads(3, body, PROBLEM.params(), limit_s=0.7)
+    for errors in by_rank:
+        assert isinstance(errors[0], MoEEpTimeoutError) and 0 in errors[0].ranks, errors
+        assert "the process group gave a collective up before BootstrapConfig.timeout_s was over" in str(errors[0])
+        assert str(errors[1]) == str(errors[0])

@@ -40,6 +40,7 @@ class Announcements:
     def __init__(self, fleet: Fleet, topk: int, dtype: torch.dtype) -> None:
         device, width = fleet.bootstrap.device, topk_of_announcements(topk)
         self._fleet = fleet
+        self._expert = -1
         self._row = torch.zeros(1, fleet.params.token_hidden_size, dtype=dtype, device=device)
         self._ids = torch.full((1, width), -1, dtype=torch.int64, device=device)
         self._weights = torch.ones(1, width, device=device)
@@ -53,8 +54,8 @@ class Announcements:
         """
         fleet = self._fleet
         host, expert = _host(fleet)
-        if self._ids[0, 0] != expert:
-            self._ids[0, 0] = expert
+        if self._expert != expert:
+            self._ids[0, 0] = self._expert = expert
         self._row[0, : DIGITS + 1] = torch.tensor(_spelled(mine), dtype=self._row.dtype)
         handle = fleet.create_handle(HandleParams(self._ids), [HandleAlgoKnobTopKWeights(self._weights)])
         try:

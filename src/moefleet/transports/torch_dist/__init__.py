@@ -7,8 +7,7 @@ and is unpacked from local memory; in combine a rank sends one row per token tha
 Where rows go is computed on the host, from a copy of the ids: ``all_to_all_single`` wants its sizes there. So on a GPU
 each phase waits for the stream once, and a step cannot be captured into a CUDA graph.
 
-There is no fault tolerance, as a collective cannot skip a dead member. A group that the caller passes is used for
-nothing else between the halves of a step.
+There is no fault tolerance, as a collective cannot skip a dead member.
 """
 
 from .fleet import TorchDistFleet

@@ -174,10 +174,10 @@ class Bus:
     def drop(self) -> None:
         """Let go of everything that belongs to the group."""
         with self._lock:
+            self.error = self.error or RuntimeError("the Fleet was destroyed")
             self.wire.drop()
             self._round = None
-            self._flights.clear()
-            for kept in (self._letters, self._pending, self._complete):
+            for kept in (self._outbox, self._flights, self._letters, self._pending, self._complete):
                 kept.clear()
 
     # Rounds.

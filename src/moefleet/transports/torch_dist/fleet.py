@@ -23,7 +23,7 @@ from ...substrate.rowtypes import DTYPES
 from ...substrate.tally import ExpertTally
 from ...tensors import HandleParams
 from .bus import Bus
-from .group import Group, device_of
+from .group import Group, backend_of, device_of
 from .handle import TorchDistHandle
 from .janitor import Janitor
 from .presence import Presence, identity
@@ -37,8 +37,8 @@ LIMITS = Limits(device_types=frozenset({"cpu", "cuda"}), layouts=frozenset(EpLay
 class TorchDistFleet(Fleet):
     """Ranks of any ``torch.distributed`` process group. See the package docstring for how rows move.
 
-    ``bootstrap.process_group`` is used where it is given, and never destroyed; ``bootstrap.rank`` is this process's
-    rank in it. Otherwise a gloo group (for CPU tensors) or an NCCL group of our own is made over the store.
+    ``bootstrap.rank`` is this process's rank in ``bootstrap.process_group``, where that is given. A gloo group (for CPU
+    tensors) or an NCCL group of our own is made over the store, beside it or without one; see ``group.py``.
 
     Memory per rank: two received buffers and two for the way back of ``C * H * dtype_bytes`` (C = ``M*W``, or
     max_recv_tokens_per_rank), of which on a CPU only what is used is ever touched, and what is in flight.
@@ -69,11 +69,16 @@ class TorchDistFleet(Fleet):
         self._inboxes = [self._new_inbox() for _ in range(SETS)]
         self._homes: list[torch.Tensor | None] = [None] * SETS
 
-        def join() -> dict[str, Any]:
-            self._group = Group(self.bootstrap, self.device, meeting)
+        def prepare() -> dict[str, Any]:
+            backend_of(self.bootstrap, self.device)
             return identity()
 
-        people = meeting.exchange("torch_dist", join)
+        def connect() -> dict[str, Any]:
+            self._group = Group(self.bootstrap, self.device, meeting)
+            return {}
+
+        people = meeting.exchange("torch_dist", prepare)  # so that a mistake is told before anybody waits for links
+        meeting.exchange("connect", connect)
         self.wire = Wire.on(self._group.handle, self.device, self._group.limit_s)
         row = params.token_hidden_size * params.dtype_bytes
         self.bus = Bus(self.wire, rank, world, meeting.fleet_id, row, params.scale_bytes_per_token)

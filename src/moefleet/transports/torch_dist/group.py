@@ -1,4 +1,4 @@
-"""The process group that rounds go over: the caller's, or one of our own."""
+"""The process group that rounds go over: one of our own, beside the caller's or without one."""
 
 from __future__ import annotations
 
@@ -41,8 +41,50 @@ def _backends(group: Any) -> str:
         return str(group.name())
 
 
+def backend_of(bootstrap: BootstrapConfig, device: torch.device) -> Any:
+    """What the caller's group runs on, for tensors of this device; ``None`` without one.
+
+    Raises:
+        MoEEpConfigError: this process has no or another place in the group, or the group does not fit the device.
+    """
+    group = bootstrap.process_group
+    if group is None:
+        return None
+    if not hasattr(group, "alltoall_base"):
+        raise config_error(
+            "BootstrapConfig.process_group",
+            repr(group),
+            "a torch.distributed process group that this process belongs to",
+            "call create_fleet on the group's members only",
+        )
+    for field, mine, theirs in (
+        ("world_size", bootstrap.world_size, group.size()),
+        ("rank", bootstrap.rank, group.rank()),
+    ):
+        if mine != theirs:
+            raise config_error(
+                f"BootstrapConfig.{field}", mine, f"{theirs}, as process_group has it", "use dist.get_rank(group)"
+            )
+    try:
+        backend = group._get_backend(device) if hasattr(group, "_get_backend") else group
+    except RuntimeError:
+        backend = None
+    if backend is None or (backend.name(), device.type) in (("gloo", "cuda"), ("nccl", "cpu")):
+        raise config_error(
+            "BootstrapConfig.device",
+            device,
+            f"one that the process group ({_backends(group)}) carries all_to_all_single for",
+            "gloo groups are for cpu, NCCL groups for cuda",
+        )
+    return backend
+
+
 class Group:
-    """Ranks that can run collectives together.
+    """Ranks that can run collectives together, which nothing else uses.
+
+    A gloo or NCCL group of the caller's says who the ranks are and what they speak; the Fleet's own collectives go
+    over a companion of the same kind, so that neither can come between the other's. A group of another kind is used
+    itself: the caller then leaves it alone between the halves of a step.
 
     Attributes:
         handle: a ``torch.distributed`` process group, or one of its backends.
@@ -54,19 +96,17 @@ class Group:
 
     def __init__(self, bootstrap: BootstrapConfig, device: torch.device, meeting: Meeting) -> None:
         self.limit_s, self._kept = None, None
-        if bootstrap.process_group is not None:
-            self.handle = _checked(bootstrap.process_group, bootstrap, device)
-        else:
+        given, backend = bootstrap.process_group, backend_of(bootstrap, device)
+        kind = ("nccl" if device.type == "cuda" else "gloo") if backend is None else backend.name()
+        if kind in ("gloo", "nccl"):
             self.limit_s = bootstrap.timeout_s + _SLACK_S
-            self.handle = _create(bootstrap, device, meeting)
+            self.handle = _create(kind, backend, bootstrap, meeting)
             # Its destructor waits for collectives that are under way: unless closed, it stays until the process ends.
             self._kept = weakref.finalize(self, _keep, self.handle)
+        else:
+            self.handle = given
         if device.type == "cuda":
             _warm_up(self.handle, device, meeting.remaining_s())
-
-    @property
-    def owned(self) -> bool:
-        return self.limit_s is not None
 
     def close(self, clean: bool) -> None:
         """Let go of it: what is ours ends here, what was adopted is left alone. Waits for nobody.
@@ -90,44 +130,30 @@ def _keep(handle: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
 
 
-def _checked(group: Any, bootstrap: BootstrapConfig, device: torch.device) -> Any:
-    if not hasattr(group, "alltoall_base"):
-        raise config_error(
-            "BootstrapConfig.process_group",
-            repr(group),
-            "a torch.distributed process group that this process belongs to",
-            "call create_fleet on the group's members only",
-        )
-    for field, mine, theirs in (
-        ("world_size", bootstrap.world_size, group.size()),
-        ("rank", bootstrap.rank, group.rank()),
-    ):
-        if mine != theirs:
-            raise config_error(
-                f"BootstrapConfig.{field}", mine, f"{theirs}, as process_group has it", "use dist.get_rank(group)"
-            )
-    if device.type == "cuda" and "nccl" not in (kind := _backends(group)) and "gloo" in kind:
-        raise config_error(
-            "BootstrapConfig.device", device, f"cpu with a group on {kind}", "make the group with backend='nccl'"
-        )
-    return group
+def _create(kind: str, model: Any, bootstrap: BootstrapConfig, meeting: Meeting) -> Any:
+    """A backend of our own over the meeting's store. The default process group is not touched.
 
-
-def _create(bootstrap: BootstrapConfig, device: torch.device, meeting: Meeting) -> Any:
-    """A backend of our own over the meeting's store. The default process group is not touched."""
-    name = "ProcessGroupNCCL" if device.type == "cuda" else "ProcessGroupGloo"
+    Args:
+        model: a backend whose network devices to use as well, if any.
+    """
+    name = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}[kind]
     if not hasattr(dist, name):
         raise config_error(
             "BootstrapConfig.process_group", None, f"a group, as this torch has no {name}", "pass one that it has"
         )
-    store = dist.PrefixStore("torch_dist", meeting.store)
+    place = dist.PrefixStore("torch_dist", meeting.store), bootstrap.rank, bootstrap.world_size
     connecting = timedelta(seconds=meeting.remaining_s())
     try:
-        if device.type == "cuda":
+        if kind == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=bootstrap.timeout_s + _SLACK_S)
-            return dist.ProcessGroupNCCL(store, bootstrap.rank, bootstrap.world_size, options)
-        return dist.ProcessGroupGloo(store, bootstrap.rank, bootstrap.world_size, connecting)
+            return dist.ProcessGroupNCCL(*place, options)
+        if model is not None and hasattr(model, "options"):
+            options = type(model.options)()
+            options._devices, options._threads = model.options._devices, model.options._threads
+            options._timeout = connecting
+            return dist.ProcessGroupGloo(*place, options)
+        return dist.ProcessGroupGloo(*place, connecting)
     except Exception as error:
         raise MoEEpTransportError(name, -1, f"ranks could not connect: {error}") from error
 
