@@ -53,6 +53,8 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         """Where the sums will be, under the mask in force."""
         self._back_epoch = self._fleet.mask_changes
         self._back = homecoming(self._ids, self._fleet.owner_table, self._fleet.bootstrap.world_size)
+        if self._fleet.faults.tolerant:
+            self._back_counts = np.bincount(self._back.rank, minlength=self._fleet.bootstrap.world_size)
 
     def _set(self, open_: ShmStep) -> BufferSet:
         return self._fleet.buffers.sets[open_.step % SETS]
@@ -125,7 +127,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         back = self._back
         _, present = fleet.steps.collect(Operation.COMBINE, open_.step, open_.present)
         starts, counts = theirs.my_offsets.T
-        if fleet.faults.tolerant:
+        if fleet.faults.tolerant and (present != fleet.faults.everybody or (counts != self._back_counts).any()):
             back = self._without_missing(back, present, counts)
             counts = np.bincount(back.rank, minlength=fleet.bootstrap.world_size)
         rows = (theirs.combined_rows + starts)[back.rank] + back.position
@@ -138,7 +140,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         """Leave out what ranks would have sent that are missing, or that took this one for missing."""
         fleet, world = self._fleet, self._fleet.bootstrap.world_size
         here = (present >> np.arange(world)) & 1 > 0
-        unserved = here & (counts != np.bincount(back.rank, minlength=world))
+        unserved = here & (counts != self._back_counts)
         if unserved.any():
             fleet.faults.behind = True
         return back if here.all() and not unserved.any() else back.only(here & ~unserved)

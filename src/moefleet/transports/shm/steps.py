@@ -11,7 +11,7 @@ from ...substrate.rowtypes import code_name
 from .layout import SegmentLayout
 
 _STATE, _STEP, _OPERATION, _FAILED = map(int, (Word.STATE, Word.STEP, Word.OPERATION, Word.FAILED))
-_WAITING_ON = int(Word.WAITING_ON)
+_WAITING_ON, _COMBINING = int(Word.WAITING_ON), int(Word.COMBINING)
 _RUNNING, _DISPATCH = int(State.RUNNING), int(Operation.DISPATCH)
 
 
@@ -165,10 +165,12 @@ class Steps:
         """
         if self._faults.tolerant:
             fence()
-            waiter, word = self._group.waiter, Word.STEP if operation is Operation.DISPATCH else Word.COMBINING
-            if any(waiter.said(peer, word) >= step + SETS for peer in self._others):
-                self._faults.behind = True
-                return True
+            words, blocks = self._group.words, self._group.blocks
+            word = _STEP if operation is Operation.DISPATCH else _COMBINING
+            for peer in self._others:
+                if words[blocks[peer] + word] >= step + SETS:
+                    self._faults.behind = True
+                    return True
         return False
 
     def resume(self, step: int) -> None:
