@@ -74,8 +74,9 @@ class Receiver:
         while not self._ended.is_set():
             with contextlib.suppress(TimeoutError):
                 connection, _ = self._server.accept()
-                self._threads.append(threading.Thread(target=self._listen, args=(connection,), daemon=True))
-                self._threads[-1].start()
+                listener = threading.Thread(target=self._listen, args=(connection,), daemon=True)
+                listener.start()
+                self._threads.append(listener)
 
     def _listen(self, connection: socket.socket) -> None:
         connection.settimeout(None)
