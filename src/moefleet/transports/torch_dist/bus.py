@@ -29,17 +29,17 @@ from .delivery import Delivery, Part, follow_up
 from .parcel import Parcel
 from .sizing import BlockSize
 from .status import Kind, Status, StatusCodec, StrangerError
-from .wire import Flight, Wire
+from .wire import Flight, Lease, Wire
 
 Key = tuple[int, Operation]
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round under way: its number, and the blocks that arrive, as ``W * capacity`` bytes."""
+    """One round: its number, and the blocks that arrive, as ``W * capacity`` bytes."""
 
     number: int
-    arriving: torch.Tensor
+    arriving: Lease
     capacity: int
     flight: Flight
 
@@ -185,7 +185,10 @@ class Bus:
     def _issue(self, status: Status, parcel: Parcel | None) -> None:
         world, capacity = self.world_size, self._size.capacity
         end = capacity - self._codec.size
-        blocks, arriving = self.wire.empty(world, capacity), self.wire.empty(world, capacity)
+        # The round before is done, and with it what it sent.
+        blocks = self.wire.room(("blocks", 0), world * capacity).view(world, capacity)
+        lease = self.wire.lease(world * capacity)
+        arriving = lease.memory.view(world, capacity)
         marks = [None if parcel is None else parcel.mark]
         if parcel is not None:
             status = status._replace(inline=parcel.fits(end), counts=parcel.counts)
@@ -205,7 +208,7 @@ class Bus:
             raise
         self.rounds += 1
         self.carried_bytes += (world - 1) * capacity
-        self._round = Round(self.rounds, arriving.view(-1), capacity, flight)
+        self._round = Round(self.rounds, lease, capacity, flight)
 
     def _read(self, ended: Round) -> None:
         statuses = self._codec.decode(ended.number, ended.flight.seen[:, -self._codec.size :])
@@ -264,15 +267,16 @@ class Bus:
 
     def _part(self, letter: Letter, rank: int, width: int) -> Part:
         """Rows of ``rank`` that came in its block: rows at the front, meta rows and the status at the end."""
-        base, capacity = letter.round.arriving, letter.round.capacity
+        lease, capacity = letter.round.arriving, letter.round.capacity
+        base = lease.memory
         count, first = letter.status.counts[self.rank], rank * capacity // self._row_bytes
         if not width:
-            return Part(base, first, count, base)
+            return Part(base, first, count, base, held=lease)
         size, end = count * width, (rank + 1) * capacity - self._codec.size
         seen = letter.round.flight.seen[rank]
         at = len(seen) - self._codec.size - size
         routing = seen[at : at + size] if at >= 0 else base[end - size : end].cpu().numpy()
-        return Part(base, first, count, base, end - size, routing.reshape(count, width))
+        return Part(base, first, count, base, end - size, routing.reshape(count, width), lease)
 
     def _room(self, step: int, role: str, rows: int) -> torch.Tensor:
         """Memory for rows, uint8 ``[rows, row_bytes]``. What concerns an abandoned step stays out of a later one's."""

@@ -25,6 +25,7 @@ class Part:
         count: how many they are.
         meta, meta_at: in dispatch, uint8 ``[bytes]``, and where in it the routing of the first row begins.
         seen: the same routing ``[count, B]``, for the host.
+        held: what keeps this memory from being used again.
     """
 
     base: torch.Tensor
@@ -33,6 +34,7 @@ class Part:
     meta: torch.Tensor
     meta_at: int = 0
     seen: Bytes | None = None
+    held: object = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ...substrate.device_gather import upload
 from .status import Bytes
 
+_SPARE = 3  # rounds whose memory waits to be used again: one arrives, two steps may be open
 _SPIN_S, _NAP_S = 0.002, 5e-5
 
 
@@ -30,8 +31,20 @@ class Flight(Protocol):
         """Wait up to this long; whether it has ended well. Raises RuntimeError where it failed."""
 
 
+class Lease:
+    """Memory that is used again once nobody holds this."""
+
+    def __init__(self, memory: torch.Tensor, spare: list[torch.Tensor]) -> None:
+        self.memory, self._spare = memory, spare
+
+    def __del__(self) -> None:
+        if len(self._spare) < _SPARE:
+            self._spare.append(self.memory)
+
+
 class Wire:
-    """The collectives of a Fleet whose tensors are on the CPU.
+    """The collectives of a Fleet whose tensors are on the CPU. Memory is used again, as fresh pages cost as much as
+    copying.
 
     Args:
         group: a ``torch.distributed`` process group or one of its backends.
@@ -45,6 +58,7 @@ class Wire:
         if limit_s is not None:
             self._options.timeout = timedelta(seconds=limit_s)
         self._rooms: dict[tuple[str, int], torch.Tensor] = {}
+        self._spare: list[torch.Tensor] = []
 
     @staticmethod
     def on(group: Any, device: torch.device, limit_s: float | None) -> Wire:
@@ -54,10 +68,18 @@ class Wire:
         return torch.empty(shape, dtype=torch.uint8, device=self.device)
 
     def room(self, name: tuple[str, int], size: int) -> torch.Tensor:
-        """Uint8 ``[size]`` of memory that is used again for this name: fresh pages cost as much as copying."""
+        """Uint8 ``[size]`` of memory that is used again for this name."""
         if name not in self._rooms or len(self._rooms[name]) < size:
             self._rooms[name] = self.empty(size + size // 8)
         return self._rooms[name][:size]
+
+    def lease(self, size: int) -> Lease:
+        """Uint8 ``[size]`` of memory that is used again when the lease ends."""
+        while self._spare:
+            memory = self._spare.pop()
+            if len(memory) == size:
+                return Lease(memory, self._spare)
+        return Lease(self.empty(size), self._spare)
 
     def forget(self, names: Sequence[tuple[str, int]]) -> None:
         """Use other memory for these names from now on."""
@@ -100,6 +122,7 @@ class Wire:
         """Let go of the group, and of memory that is used again."""
         self._group = None
         self._rooms.clear()
+        self._spare.clear()
 
     def _issue(self, out: torch.Tensor, source: torch.Tensor, out_rows: Sequence[int], rows: Sequence[int]) -> Any:
         return self._group.alltoall_base(out, source, list(out_rows), list(rows), self._options)
@@ -136,8 +159,13 @@ class CudaWire(Wire):
         super().__init__(group, device, limit_s)
         self._stream = torch.cuda.Stream(device)
 
+    # torch's allocator keeps memory, and knows which stream still uses it.
+
     def room(self, name: tuple[str, int], size: int) -> torch.Tensor:
-        return self.empty(size)  # torch's allocator keeps pages, and knows which stream still uses them
+        return self.empty(size)
+
+    def lease(self, size: int) -> Lease:
+        return Lease(self.empty(size), [])
 
     def upload(self, line: Bytes) -> torch.Tensor:
         return upload(torch.from_numpy(line), self.device)
