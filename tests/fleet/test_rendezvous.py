@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -17,7 +18,7 @@ from moefleet import (
     MoEEpStoreError,
     MoEEpTimeoutError,
 )
-from moefleet.fleet import Meeting
+from moefleet.fleet import Meeting, rendezvous
 from tests.fleet.threads import side_by_side
 
 
@@ -187,3 +188,14 @@ def test_a_store_of_the_environment_that_is_not_there(monkeypatch: pytest.Monkey
         Meeting(BootstrapConfig(2, 1, timeout_s=0.5))
     with pytest.raises(MoEEpConfigError, match="neither tcp_store nor process_group"):
         Meeting(BootstrapConfig(2, 1, auto_bootstrap=False))
+
+
+def test_a_second_fleet_of_a_process_uses_the_same_store_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(rendezvous, "_stores", {})
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    first, second = (rendezvous.resolve_store(BootstrapConfig(2, 0, timeout_s=20)) for _ in range(2))
+    first.set("key", "value")
+    assert second.get("key") == b"value"

@@ -116,11 +116,13 @@ class Fleet(ABC):
 
     Attributes:
         bootstrap, params, placement: what the Fleet was built from.
+        why_not: for knobs that the transport cannot honour, the reason, where there is more to say than that.
         passed_over: for each transport that "auto" would have liked better, why it was not taken.
     """
 
     name: ClassVar[str] = ""
     knobs: ClassVar[frozenset[type[FleetAlgoKnob]]] = frozenset()
+    why_not: ClassVar[dict[type[FleetAlgoKnob], str]] = {}
 
     def __init__(self, spec: FleetSpec) -> None:
         self.bootstrap = spec.bootstrap

@@ -118,7 +118,7 @@ def _check_knobs(cls: type[Fleet], knobs: Sequence[FleetAlgoKnob]) -> None:
                 "algo_knobs",
                 type(knob).__name__,
                 f"what {cls.name} honours: {', '.join(sorted(k.__name__ for k in cls.knobs)) or 'none'}",
-                "leave it out, or choose another backend",
+                cls.why_not.get(type(knob), "leave it out, or choose another backend"),
             )
 
 

@@ -16,6 +16,16 @@ from ..config import BootstrapConfig
 from ..errors import MoEEpError, MoEEpPeerError, MoEEpStoreError, MoEEpTimeoutError, config_error
 from .agreement.history import address
 
+_stores: dict[tuple[str, int], dist.TCPStore] = {}
+"""Those made from the environment: a process has one for an address, for all its Fleets and for as long as it lives."""
+
+
+def _store_at(host: str, port: int, is_master: bool, timeout_s: float) -> dist.TCPStore:
+    if (host, port) not in _stores:
+        timeout = timedelta(seconds=timeout_s)
+        _stores[host, port] = dist.TCPStore(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False)
+    return _stores[host, port]
+
 
 def resolve_store(bootstrap: BootstrapConfig) -> Any:
     """The store of this group: the one given, the process group's, or (``auto_bootstrap``) one from the environment."""
@@ -32,13 +42,7 @@ def resolve_store(bootstrap: BootstrapConfig) -> Any:
         try:
             # Under torchrun the agent already hosts a store on this port.
             hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            return dist.TCPStore(
-                host,
-                port,
-                is_master=bootstrap.rank == 0 and not hosted,
-                timeout=timedelta(seconds=bootstrap.timeout_s),
-                wait_for_workers=False,
-            )
+            return _store_at(host, port, bootstrap.rank == 0 and not hosted, bootstrap.timeout_s)
         except Exception as error:
             raise MoEEpStoreError(f"no store at {host}:{port}: {error}") from error
     raise config_error(
