@@ -160,6 +160,24 @@ class TestFleetParams:
         assert params(algorithm=HT, max_recv_tokens_per_rank=100).recv_capacity(6) == 24
 
 
+@pytest.mark.parametrize(
+    "dtype_bytes, scale_bytes, quants, there, back",
+    [
+        (2, 0, None, 2 * 300, 2 * 300),
+        (4, 8, None, 4 * 300 + 8, 4 * 300),
+        (1, 12, None, 300 + 12, 2 * 300),
+        (2, 0, {"FP8E4M3"}, 300 + 3 * 4, 2 * 300),
+        (4, 0, {"FP8E4M3"}, 300 + 3 * 4, 4 * 300),
+    ],
+)
+def test_what_rows_take(dtype_bytes: int, scale_bytes: int, quants: set[str] | None, there: int, back: int) -> None:
+    made = params(token_hidden_size=300, dtype_bytes=dtype_bytes, scale_bytes_per_token=scale_bytes)
+    chosen = [] if quants is None else [knobs.FleetAlgoKnobQuantization(frozenset(quants))]
+    rows = knobs.RowFormat.of(made, chosen)
+    assert (rows.sent_bytes, rows.returned_bytes) == (there, back)
+    assert rows.back_bytes == made.combine_bytes and rows.quantised == bool(quants)
+
+
 def test_backends_and_kernels_have_names() -> None:
     names = {each: each.name for base in (config.CommConfig, config.KernelConfig) for each in base.__subclasses__()}
     assert names[config.ShmConfig] == "shm" and names[config.GroupedGemmConfig] == "grouped_gemm"

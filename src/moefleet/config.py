@@ -51,9 +51,11 @@ class BootstrapConfig:
             Never guessed from a global rank.
         nccl_comm: an NCCL communicator to adopt (NCCL-based transports only); never destroyed by moefleet.
         process_group: a ``torch.distributed`` group of these ranks; never destroyed by moefleet.
-        tcp_store: a ``torch.distributed.Store`` that all ranks reach.
+        tcp_store: a ``torch.distributed.Store`` that all ranks reach. Two groups that share one need a
+            ``torch.distributed.PrefixStore`` each.
         timeout_s: longest wait for a peer, in seconds, where no shorter budget is set.
-        incarnation: identity of this process among its restarts; drawn at random if ``None``.
+        incarnation: a number for this process among its restarts, for whoever reads the store; drawn at random if
+            ``None``. It does not let a restarted process take the place of the one before.
 
     Raises:
         MoEEpConfigError: a value is out of range.
@@ -111,7 +113,9 @@ class FleetParams:
         num_experts: ``E``, over all ranks.
         max_tokens_per_rank: ``M``, the most tokens that one rank brings in a step.
         token_hidden_size: ``H``.
-        dtype_bytes: width of a row element on the wire: 1 (fp8), 2 (bfloat16, float16) or 4 (float32).
+        dtype_bytes: width of an element of the rows that a rank brings: 2 (bfloat16, float16) or 4 (float32), there
+            and back, or 1 (fp8) with bfloat16 or float16 on the way back. With FleetAlgoKnobQuantization this is still
+            the width of what a rank brings and combine carries; what dispatch carries follows from the knob.
         algorithm, layout: ``layout=None`` means EXPERT_MAJOR for LOW_LATENCY and FLAT for HIGH_THROUGHPUT.
         max_topk: largest ``K`` of any step.
         scale_bytes_per_token: bytes of the scale row that travels with each token (0: no scales).
@@ -175,6 +179,11 @@ class FleetParams:
         assert self.layout is not None
         return self.layout
 
+    @property
+    def combine_bytes(self) -> int:
+        """Width of an element of combine's rows: ``dtype_bytes``, or 2 where the rows that a rank brings are fp8."""
+        return max(2, self.dtype_bytes)
+
     def recv_capacity(self, world_size: int) -> int:
         """Rows that a rank's receive side holds for each of its units: ``M*W``, or less for HT if declared so."""
         full = self.max_tokens_per_rank * world_size
@@ -223,11 +232,13 @@ class NVLinkConfig(CommConfig):
     Args:
         programs: programs of dispatch and of combine; ``None``: by layout and GPU. All must fit on the GPU at once.
         senders: how many of them send; where fewer than all, the others receive. ``None``: by layout.
+        count: whether kernels count rows and waits for ``Fleet.stats()``; if not, those entries are ``None``.
     """
 
     name: ClassVar[str] = "nvlink"
     programs: int | None = None
     senders: int | None = None
+    count: bool = True
 
     def __post_init__(self) -> None:
         if self.programs is not None and self.programs < 1:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from .config import FleetParams
 from .errors import config_error
+
+FP8E4M3 = "FP8E4M3"
+"""Name of the one format that FleetAlgoKnobQuantization knows."""
+
+QUANTISED_BLOCK = 128
+"""Columns of a row that share a scale in that format."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,12 @@ class FleetAlgoKnobTopologyCapacity(FleetAlgoKnob):
 
 @dataclass(frozen=True)
 class FleetAlgoKnobQuantization(FleetAlgoKnob):
-    """Number formats that the transport quantises rows to in flight, as names (for example ``{"FP8E4M3"}``)."""
+    """The number format that the transport quantises rows to in flight, as a set of one name.
+
+    ``{"FP8E4M3"}``: bfloat16, float16 or float32 tokens travel, and arrive, as float8_e4m3fn with float32 scales of 128
+    columns each (:mod:`moefleet.quant.fp8`), this rank's own too. Combine's rows stay in the callers' row type.
+    ``FleetParams.dtype_bytes`` is the width of that type, and ``scale_bytes_per_token`` 0.
+    """
 
     quants: frozenset[str]
 
@@ -147,3 +160,39 @@ class HandleAlgoKnobNumReceivedTokens(HandleAlgoKnob):
 def _positive(knob: FleetAlgoKnob, field: str) -> None:
     if getattr(knob, field) < 1:
         raise config_error(f"{type(knob).__name__}.{field}", getattr(knob, field), "at least 1")
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How rows travel: what FleetParams and FleetAlgoKnobQuantization say together.
+
+    Attributes:
+        hidden: ``H``.
+        quantised: whether the transport makes fp8 rows and their scales of what it is given.
+        there_bytes, back_bytes: width of a row element in dispatch and in combine.
+        scale_bytes: bytes of the scales that travel with a token in dispatch.
+    """
+
+    hidden: int
+    quantised: bool
+    there_bytes: int
+    back_bytes: int
+    scale_bytes: int
+
+    @classmethod
+    def of(cls, params: FleetParams, algo_knobs: Sequence[FleetAlgoKnob] = ()) -> RowFormat:
+        """The format of a Fleet with these parameters and knobs."""
+        hidden, back = params.token_hidden_size, params.combine_bytes
+        if any(isinstance(knob, FleetAlgoKnobQuantization) for knob in algo_knobs):
+            return cls(hidden, True, 1, back, 4 * -(-hidden // QUANTISED_BLOCK))
+        return cls(hidden, False, params.dtype_bytes, back, params.scale_bytes_per_token)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of a row and its scales in dispatch."""
+        return self.hidden * self.there_bytes + self.scale_bytes
+
+    @property
+    def returned_bytes(self) -> int:
+        """Bytes of a row in combine."""
+        return self.hidden * self.back_bytes

@@ -19,6 +19,8 @@ Arguments that most functions share, in the symbols of :mod:`moefleet.config`:
                   experts contribute nothing.
     renormalize   a row that lost some of its experts to the mask is multiplied by (sum of all its weights) / (sum of
                   the live ones); where the live ones sum to 0 it is exactly 0. Rows that lost nothing keep their bits.
+    quantised     as with FleetAlgoKnobQuantization({"FP8E4M3"}): tokens are encoded on the way to the experts, which
+                  see the numbers that these fp8 rows and their scales stand for.
 
 All raise :class:`MoEEpConfigError` for arguments that do not fit together. That includes ids out of range, even on a
 GPU: they are read back.
@@ -34,6 +36,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from . import quant
 from .config import EpLayout, FleetParams
 from .errors import config_error
 from .placement import NO_OWNER, Placement
@@ -61,6 +64,7 @@ def dispatch(
     placement: Placement | None = None,
     scales: Sequence[torch.Tensor] | None = None,
     mask: torch.Tensor | Sequence[int] | None = None,
+    quantised: bool = False,
     fill: float = 0.0,
 ) -> list[DispatchOutput]:
     """What each rank receives, in buffers of the shapes that :class:`DispatchOutput` lists.
@@ -80,28 +84,33 @@ def dispatch(
     _check_rows("xs", xs, step, params.token_hidden_size, params.token_hidden_size * params.dtype_bytes)
     if scales is not None:
         _check_rows("scales", scales, step, None, params.scale_bytes_per_token)
-    return [_receive(step, rank, xs, scales, fill) for rank in range(step.world_size)]
+    combine_dtype = torch.bfloat16 if xs[0].dtype == quant.ROW_DTYPE else None
+    if quantised:
+        combine_dtype = xs[0].dtype
+        xs, scales = zip(*map(quant.encode, xs), strict=True)
+    return [_receive(step, rank, xs, scales, fill, combine_dtype) for rank in range(step.world_size)]
 
 
 def compute(out: DispatchOutput, expert: Expert, *, fill: float = 0.0) -> torch.Tensor:
-    """What one rank's experts make of what it received: rows for combine, of ``expert_tensors``' shape and dtype.
+    """What one rank's experts make of what it received: rows for combine, of the shape of ``expert_tensors``.
 
     In EXPERT_MAJOR a row is its expert's output; otherwise it is the sum of weight times output over the token's local
-    experts. Each row is computed in float64 and rounded once. Rows past a count hold ``fill``.
+    experts. Each row is computed in float64 and rounded once, to ``out.row_dtype``. Experts see fp8 rows times their
+    scales. Rows past a count hold ``fill``.
 
     Args:
         expert: ``expert(x, index)`` with ``x`` float64 ``[N, H]`` and the LOCAL index of the expert. The identity is
             ``lambda x, index: x``.
     """
-    rows = torch.full_like(out.expert_tensors, fill)
+    rows = torch.full_like(out.expert_tensors, fill, dtype=out.row_dtype)
     if out.recv_topk_idx is None:
         assert out.expert_counts is not None
         for index, count in enumerate(out.expert_counts.tolist()):
-            rows[index, :count] = expert(out.expert_tensors[index, :count].double(), index).to(rows)
+            rows[index, :count] = expert(_numbers(out, (index, slice(count))), index).to(rows)
         return rows
     assert out.recv_topk_weights is not None
     came = (out.recv_topk_idx != ABSENT).any(-1)  # a row that came has an expert here, ids past a count are -1
-    y_NH = _weighted_sum(out.expert_tensors[came], out.recv_topk_idx[came], out.recv_topk_weights[came], expert)
+    y_NH = _weighted_sum(_numbers(out, came), out.recv_topk_idx[came], out.recv_topk_weights[came], expert)
     rows[came] = y_NH.to(rows)
     return rows
 
@@ -159,6 +168,7 @@ def forward(
     mask: torch.Tensor | Sequence[int] | None = None,
     renormalize: bool = False,
     activation: str = "silu",
+    quantised: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> list[torch.Tensor | None]:
     """The answer that every path must give: ``y[t] = sum over live k of weight[t, k] * expert_k(x[t])``.
@@ -179,7 +189,8 @@ def forward(
         return expert_mlp(x_NH, weights.w13[index], weights.w2[index], activation)
 
     params = _roomy(w13.shape[0], w13.shape[2], topk_ids)
-    return _answer(_Step.read(topk_ids, topk_weights, params, placement, mask), xs, expert, renormalize, dtype)
+    step = _Step.read(topk_ids, topk_weights, params, placement, mask)
+    return _answer(step, _after_fp8(xs) if quantised else xs, expert, renormalize, dtype)
 
 
 def identity_forward(
@@ -191,11 +202,13 @@ def identity_forward(
     placement: Placement | None = None,
     mask: torch.Tensor | Sequence[int] | None = None,
     renormalize: bool = False,
+    quantised: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> list[torch.Tensor | None]:
     """:func:`forward` with experts that return their input: ``y[t] = x[t] * (sum of the live weights)``."""
     params = _roomy(num_experts, xs[0].shape[-1] if len(xs) else 1, topk_ids)
-    return _answer(_Step.read(topk_ids, topk_weights, params, placement, mask), xs, lambda x, _: x, renormalize, dtype)
+    step = _Step.read(topk_ids, topk_weights, params, placement, mask)
+    return _answer(step, _after_fp8(xs) if quantised else xs, lambda x, _: x, renormalize, dtype)
 
 
 def expert_mlp(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, activation: str = "silu") -> torch.Tensor:
@@ -228,6 +241,20 @@ def tolerance(dtype: torch.dtype, world_size: int, topk: int, largest: float) ->
     if dtype not in steps:
         raise config_error("tolerance.dtype", dtype, " or ".join(str(known) for known in steps))
     return largest * (steps[dtype] * (world_size + 2) + 2.0**-23 * topk * 4)
+
+
+def quantised_tolerance(dtype: torch.dtype, world_size: int, topk: int, largest: float) -> float:
+    """Absolute error allowed to a quantised step of identity (or diagonal) experts against one that is not quantised.
+
+    An fp8 element is off by at most 2**-4 of itself, as e4m3 keeps 3 bits after the leading one, or 2**-18 of its
+    block's largest (:mod:`moefleet.quant.fp8`); a sum of weights times elements by the same part of the sum of their
+    magnitudes. The rest is :func:`tolerance`. What a matrix makes of these errors depends on the matrix: compare
+    other experts with ``forward(..., quantised=True)`` within :func:`tolerance`.
+
+    Args:
+        largest: as in :func:`tolerance`, and no less than any row's sum of ``|weight * element|`` and any element.
+    """
+    return largest * (quant.RELATIVE_ERROR + quant.ABSOLUTE_ERROR) + tolerance(dtype, world_size, topk, largest)
 
 
 class _Piece(NamedTuple):
@@ -351,7 +378,12 @@ class _Step:
 
 
 def _receive(
-    step: _Step, dst: int, xs: Sequence[torch.Tensor], scales: Sequence[torch.Tensor] | None, fill: float
+    step: _Step,
+    dst: int,
+    xs: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None,
+    fill: float,
+    combine_dtype: torch.dtype | None,
 ) -> DispatchOutput:
     blocks, device = step.blocks(dst), xs[dst].device
 
@@ -367,14 +399,28 @@ def _receive(
     tokens = packed(xs, fill)
     scale_rows = None if scales is None else packed(scales, fill if scales[dst].is_floating_point() else 0)
     counts = torch.tensor([pieces[-1].rows.stop for pieces in blocks], dtype=torch.int32, device=device)
+    out = partial(DispatchOutput, tokens, expert_scales=scale_rows, combine_dtype=combine_dtype)
     if step.layout is EpLayout.EXPERT_MAJOR:
-        return DispatchOutput(tokens, expert_counts=counts, expert_scales=scale_rows)
+        return out(expert_counts=counts)
     local = step.local_ids(dst)
     ids = packed(local, ABSENT)
     weights = packed([torch.where(ids != ABSENT, w, 0.0) for ids, w in zip(local, step.weights, strict=True)], 0)
     if step.layout is EpLayout.RANK_MAJOR:
-        return DispatchOutput(tokens, ids, weights, expert_counts=counts, expert_scales=scale_rows)
-    return DispatchOutput(tokens, ids, weights, recv_total_counter=counts, expert_scales=scale_rows)
+        return out(ids, weights, expert_counts=counts)
+    return out(ids, weights, recv_total_counter=counts)
+
+
+def _numbers(out: DispatchOutput, here: torch.Tensor | tuple[int, slice]) -> torch.Tensor:
+    """What received rows stand for, in float64: ``expert_tensors[here]``, fp8 times its scales."""
+    rows = out.expert_tensors[here]
+    if rows.dtype != quant.ROW_DTYPE or out.expert_scales is None:
+        return rows.double()
+    return quant.decode(rows, out.expert_scales[here], torch.float64)
+
+
+def _after_fp8(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What experts see of tokens that were quantised on their way: float64 ``[T, H]``."""
+    return [quant.decode(*quant.encode(x), torch.float64) for x in xs]
 
 
 def _roomy(num_experts: int, hidden: int, topk_ids: Sequence[torch.Tensor]) -> FleetParams:

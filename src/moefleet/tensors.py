@@ -52,6 +52,9 @@ class DispatchOutput:
     rank's block, in FLAT at the front of the whole, by source rank. Ids are LOCAL expert indices, ``-1`` where a slot
     belongs to another rank or lies past a count; weights there are 0. Rows past a count are undefined: never read
     them, and never multiply them by zero.
+
+    ``combine_dtype`` is the row type that combine expects where ``expert_tensors`` are fp8 (their numbers are
+    ``moefleet.quant.decode(expert_tensors, expert_scales)``), and None where it is that of ``expert_tensors``.
     """
 
     expert_tensors: torch.Tensor
@@ -60,6 +63,12 @@ class DispatchOutput:
     expert_counts: torch.Tensor | None = None
     recv_total_counter: torch.Tensor | None = None
     expert_scales: torch.Tensor | None = None
+    combine_dtype: torch.dtype | None = None
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Row type that combine expects."""
+        return self.combine_dtype or self.expert_tensors.dtype
 
     def get_num_tokens(self) -> int:
         """Rows received in all. Reads the counts: on a GPU this waits for the stream, and nothing else here does."""

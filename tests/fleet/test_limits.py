@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefleet import EpAlgorithm, EpLayout, FleetParams, Limits, MoEEpConfigError
+from moefleet import EpAlgorithm, EpLayout, FleetAlgoKnobQuantization, FleetParams, Limits, MoEEpConfigError
 from moefleet.fleet import check_limits
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -55,3 +55,30 @@ def test_scales_are_refused_only_where_they_are_asked_for() -> None:
 def test_the_layout_is_the_one_in_force() -> None:
     flat_only = replace(ROOMY, layouts=frozenset({EpLayout.FLAT}))
     check_limits("some", flat_only, FleetParams(8, 16, 96, algorithm=EpAlgorithm.HIGH_THROUGHPUT), 2, CPU)
+
+
+QUANTS = replace(ROOMY, quants=frozenset({"FP8E4M3"}))
+PLAIN = replace(PARAMS, scale_bytes_per_token=0)
+
+
+@pytest.mark.parametrize(
+    "limits, params, quants, message",
+    [
+        (ROOMY, PLAIN, {"FP8E4M3"}, r"FleetAlgoKnobQuantization\.quants: got \{'FP8E4M3'\}, allowed rows as they are"),
+        (QUANTS, PLAIN, {"NVFP4"}, r"FleetAlgoKnobQuantization\.quants: got \{'NVFP4'\}, allowed \{'FP8E4M3'\}"),
+        (QUANTS, PLAIN, {"FP8E4M3", "NVFP4"}, r"FleetAlgoKnobQuantization\.quants: got \{'FP8E4M3', 'NVFP4'\}"),
+        (QUANTS, PLAIN, set(), r"FleetAlgoKnobQuantization\.quants: got \{\}, allowed"),
+        (QUANTS, PARAMS, {"FP8E4M3"}, "scale_bytes_per_token with FleetAlgoKnobQuantization: got 4, allowed 0"),
+        (
+            replace(QUANTS, dtype_bytes=frozenset({1})),
+            replace(PLAIN, dtype_bytes=1),
+            {"FP8E4M3"},
+            "dtype_bytes with FleetAlgoKnobQuantization: got 1, allowed 2 or 4",
+        ),
+    ],
+)
+def test_formats_in_flight(limits: Limits, params: FleetParams, quants: set[str], message: str) -> None:
+    knob = FleetAlgoKnobQuantization(frozenset(quants))
+    check_limits("some", QUANTS, PLAIN, 2, CPU, [FleetAlgoKnobQuantization(frozenset({"FP8E4M3"}))])
+    with pytest.raises(MoEEpConfigError, match=f"^some: {message}"):
+        check_limits("some", limits, params, 2, CPU, [knob])

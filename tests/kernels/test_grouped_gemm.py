@@ -331,10 +331,13 @@ def test_weights_that_fit(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (None, "weights: got none, allowed unquantised"),
-        (MoEWeightPack(torch.zeros(3, 8, H), torch.zeros(3, H, 4), torch.ones(3), torch.ones(3)), "got prequantised"),
+        (None, "weights: got none, allowed some with kernel 'grouped_gemm'"),
+        (
+            MoEWeightPack(torch.zeros(3, 8, H), torch.zeros(3, H, 4), torch.ones(3), torch.ones(3)),
+            "w13_scale: got torch.float32 .* a scale for each 128 x 128 block",
+        ),
         (make_weights(torch.float64), "dtype torch.float64, allowed torch.float32 or"),
-        (make_weights(torch.bfloat16), r"torch.bfloat16, allowed a type of FleetParams.dtype_bytes = 4 bytes"),
+        (make_weights(torch.bfloat16), "torch.bfloat16, allowed a type of 4 bytes, like combine's rows"),
         (make_weights(torch.float32, hidden=12), "H = 12, allowed FleetParams.token_hidden_size = 16"),
         (make_weights(torch.float32, experts=5), "5 local experts, allowed at most FleetParams.num_experts = 4"),
     ],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ..config import EpLayout, FleetParams
 from ..errors import config_error
+from ..knobs import FleetAlgoKnob, FleetAlgoKnobQuantization
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Limits:
         hidden_sizes: the only hidden sizes, where the library has a fixed list.
         experts_divisible: ``E`` must divide by ``W``.
         scales: whether scale rows may travel with the tokens.
+        quants: number formats that it quantises rows to in flight (FleetAlgoKnobQuantization).
     """
 
     device_types: frozenset[str]
@@ -36,10 +39,18 @@ class Limits:
     hidden_sizes: frozenset[int] | None = None
     experts_divisible: bool = False
     scales: bool = True
+    quants: frozenset[str] = frozenset()
 
 
-def check_limits(name: str, limits: Limits, params: FleetParams, world_size: int, device: torch.device) -> None:
-    """Raise :class:`MoEEpConfigError` for the first parameter that transport ``name`` cannot serve."""
+def check_limits(
+    name: str,
+    limits: Limits,
+    params: FleetParams,
+    world_size: int,
+    device: torch.device,
+    algo_knobs: Sequence[FleetAlgoKnob] = (),
+) -> None:
+    """Raise :class:`MoEEpConfigError` for the first parameter or number format that ``name`` cannot serve."""
 
     def refuse(field_name: str, got: object, allowed: object, todo: str = "choose another backend") -> None:
         raise config_error(f"{name}: {field_name}", got, str(allowed), todo)
@@ -72,3 +83,28 @@ def check_limits(name: str, limits: Limits, params: FleetParams, world_size: int
         refuse("num_experts", f"{params.num_experts} over {world_size} ranks", f"a multiple of {world_size}")
     if params.scale_bytes_per_token and not limits.scales:
         refuse("scale_bytes_per_token", params.scale_bytes_per_token, "0")
+    for knob in algo_knobs:
+        if isinstance(knob, FleetAlgoKnobQuantization):
+            _check_quantization(knob, limits, params, refuse)
+
+
+def _check_quantization(
+    knob: FleetAlgoKnobQuantization, limits: Limits, params: FleetParams, refuse: Callable[..., None]
+) -> None:
+    if len(knob.quants) != 1 or not knob.quants <= limits.quants:
+        allowed = " or ".join(f"{{{quant!r}}}" for quant in sorted(limits.quants)) or "rows as they are"
+        refuse("FleetAlgoKnobQuantization.quants", f"{{{', '.join(map(repr, sorted(knob.quants)))}}}", allowed)
+    if params.dtype_bytes == 1:
+        refuse(
+            "dtype_bytes with FleetAlgoKnobQuantization",
+            1,
+            "2 or 4, the width of the rows that are to be quantised",
+            "leave the knob out where rows are fp8 already",
+        )
+    if params.scale_bytes_per_token:
+        refuse(
+            "scale_bytes_per_token with FleetAlgoKnobQuantization",
+            params.scale_bytes_per_token,
+            "0",
+            "the transport makes the scales itself, and leaves no place for others",
+        )

@@ -22,11 +22,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .. import quant
 from ..config import EpLayout, FleetParams, GroupedGemmConfig, KernelConfig
 from ..errors import config_error
 from ..tensors import DispatchOutput
-from ..weights import MoEWeights, UnquantizedMoEWeights
+from ..weights import MoEWeights, PrequantizedMoEWeights, UnquantizedMoEWeights
+from . import prequantized
 from .base import ExpertKernel
+from .received import gathered, numbers
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -56,7 +59,10 @@ class ClampedGate:
 
 
 class GroupedGemmKernel(ExpertKernel):
-    """Unquantised gated experts, w13 ``[L, 2I, H]`` and w2 ``[L, H, I]``, in the rows' dtype.
+    """Gated experts, w13 ``[L, 2I, H]`` and w2 ``[L, H, I]``, in the dtype of combine's rows.
+
+    Rows that came as fp8 are decoded to that type first: on CUDA the whole buffer, elsewhere what exists.
+    Prequantised weights are decoded to bfloat16 once, at construction: see :mod:`moefleet.kernels.prequantized`.
 
     Raises:
         MoEEpConfigError: no activation has this name, or an option does not go with it.
@@ -78,24 +84,23 @@ class GroupedGemmKernel(ExpertKernel):
             self.activation = ClampedGate(self.activation, config.limit, config.up_shift)
 
     def validate(self, params: FleetParams, weights: MoEWeights | None) -> None:
-        """Raise :class:`MoEEpConfigError` unless the weights are unquantised and fit this Fleet's rows."""
-        if not isinstance(weights, UnquantizedMoEWeights):
-            raise config_error(
-                "weights",
-                "none" if weights is None else "prequantised weights",
-                "unquantised ones with kernel 'grouped_gemm'",
-                "give MoEWeightPack(w13, w2)",
-            )
+        """Raise :class:`MoEEpConfigError` unless the weights are of a known format and fit this Fleet's rows."""
+        if weights is None:
+            raise config_error("weights", "none", "some with kernel 'grouped_gemm'", "give MoEWeightPack(w13, w2)")
         experts, _, hidden = weights.w13.shape
-        dtype = weights.w13.dtype
+        if isinstance(weights, PrequantizedMoEWeights):
+            prequantized.check(weights)
+            dtype = prequantized.DECODED
+        else:
+            dtype = weights.w13.dtype
         if dtype not in DTYPES:
             raise config_error("weights.w13", f"dtype {dtype}", " or ".join(str(allowed) for allowed in DTYPES))
-        if dtype.itemsize != params.dtype_bytes:
+        if dtype.itemsize != params.combine_bytes:
             raise config_error(
                 "weights.w13",
                 f"dtype {dtype}",
-                f"a type of FleetParams.dtype_bytes = {params.dtype_bytes} bytes, like the rows",
-                "convert the weights, or change dtype_bytes",
+                f"a type of {params.combine_bytes} bytes, like combine's rows",
+                f"convert the weights, or change FleetParams.dtype_bytes = {params.dtype_bytes}",
             )
         if hidden != params.token_hidden_size:
             raise config_error(
@@ -106,6 +111,10 @@ class GroupedGemmKernel(ExpertKernel):
                 "weights.w13", f"{experts} local experts", f"at most FleetParams.num_experts = {params.num_experts}"
             )
 
+    def preprocess(self, weights: MoEWeights | None) -> MoEWeights | None:
+        """Prequantised weights decoded to bfloat16; others as they are."""
+        return prequantized.decoded(weights) if isinstance(weights, PrequantizedMoEWeights) else weights
+
     def compute(
         self,
         out: DispatchOutput,
@@ -114,7 +123,8 @@ class GroupedGemmKernel(ExpertKernel):
         *,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Rows of ``out.expert_tensors``' shape and dtype, in ``into`` (which may be the same memory) or a new tensor.
+        """Rows of ``out.expert_tensors``' shape in the weights' dtype, in ``into`` (which may be the memory of
+        ``expert_tensors`` where the type is the same) or a new tensor.
 
         RANK_MAJOR and FLAT sum a row's weighted experts in float32 and round once. On CUDA nothing waits for the
         stream if ``grouped_mm`` takes the weights: contiguous bfloat16, ``H`` and ``I`` multiples of 8. Temporaries are
@@ -125,13 +135,13 @@ class GroupedGemmKernel(ExpertKernel):
         """
         assert isinstance(weights, UnquantizedMoEWeights), "validate() says which weights this kernel takes"
         rows, w13 = out.expert_tensors, weights.w13
-        if rows.dtype != w13.dtype:
+        if rows.dtype not in (w13.dtype, quant.ROW_DTYPE):
             raise config_error(
                 "expert_tensors", f"dtype {rows.dtype}", f"the weights' {w13.dtype}", "convert one of them"
             )
         if layout is EpLayout.EXPERT_MAJOR and len(rows) != len(w13):
             raise config_error("expert_tensors", f"{len(rows)} blocks", f"the weights' L = {len(w13)}, one per expert")
-        result = torch.empty_like(rows) if into is None else into
+        result = torch.empty_like(rows, dtype=w13.dtype) if into is None else into
         with torch.no_grad():
             if rows.is_cuda and takes_grouped_mm(weights):
                 self._on_device(out, weights, result)
@@ -145,8 +155,8 @@ class GroupedGemmKernel(ExpertKernel):
         """EXPERT_MAJOR: rows and results stay where they are."""
         assert out.expert_counts is not None
         counts = out.expert_counts.tolist()
-        sources, targets = ([block[:n] for block, n in zip(side, counts)] for side in (out.expert_tensors, result))
-        each_expert(sources, weights, self.activation, targets)
+        sources = [numbers(out, (index, slice(n)), result.dtype) for index, n in enumerate(counts)]
+        each_expert(sources, weights, self.activation, [block[:n] for block, n in zip(result, counts)])
 
     def _by_token(self, out: DispatchOutput, weights: UnquantizedMoEWeights, result: torch.Tensor) -> None:
         """RANK_MAJOR, and FLAT as if from one source: sort the pairs by expert, compute each, sum those of each row.
@@ -176,7 +186,7 @@ class GroupedGemmKernel(ExpertKernel):
         ends_L = expert_N[sort_N].searchsorted(np.arange(experts), side="right")
 
         position_R = np.concatenate([np.arange(block * capacity, block * capacity + n) for block, n in fronts])
-        x_NH = rows.flatten(0, -2).index_select(0, tensor(position_R[row_N[sort_N]]))
+        x_NH = gathered(out, tensor(position_R[row_N[sort_N]]), result.dtype)
         if takes_grouped_mm(weights):
             y_NH = grouped_experts(x_NH, weights, self.activation, tensor(ends_L.astype(np.int32)))
         else:
@@ -214,7 +224,7 @@ class GroupedGemmKernel(ExpertKernel):
         key = torch.where(exists & (ids >= 0), ids, absent)
         sorted_key, order = key.flatten().sort(stable=True)
         ends = torch.searchsorted(sorted_key, experts, right=True, out_int32=True)
-        x = rows.flatten(0, -2).index_select(0, order // key.shape[2])
+        x = numbers(out, ..., result.dtype).flatten(0, -2).index_select(0, order // key.shape[2])
         y = grouped_experts(x, weights, self.activation, ends).index_select(0, order.argsort()).unflatten(0, key.shape)
         if factors is None:
             result.copy_(y.squeeze(2))

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from types import EllipsisType
-from typing import TypeAlias
-
 import torch
 
 from ..config import EpLayout
 from ..tensors import DispatchOutput
 from ..weights import MoEWeights
 from .base import ExpertKernel
-
-Index: TypeAlias = "slice | tuple[int, slice] | EllipsisType"
+from .received import Index, numbers
 
 
 class IdentityKernel(ExpertKernel):
@@ -31,25 +27,25 @@ class IdentityKernel(ExpertKernel):
         *,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Rows of ``out.expert_tensors``' shape and dtype: in ``into``, which may be the same memory; without it
-        ``expert_tensors`` itself (EXPERT_MAJOR) or a new tensor. Sums and products are float32, rounded once.
+        """Rows of ``out.expert_tensors``' shape in ``out.row_dtype``: in ``into``, which may be the same memory;
+        without it ``expert_tensors`` itself (EXPERT_MAJOR, unless they are fp8) or a new tensor. Sums and products are
+        float32, those with the scales of fp8 rows too, and rounded once.
 
         On a GPU the counts are not read, which would wait for the stream: padding is computed along, row by row.
         """
         rows = out.expert_tensors
+        if layout is EpLayout.EXPERT_MAJOR and into is None and rows.dtype == out.row_dtype:
+            return rows
+        result = torch.empty_like(rows, dtype=out.row_dtype) if into is None else into
         if layout is EpLayout.EXPERT_MAJOR:
-            if into is None:
-                return rows
             for here in _existing(out, layout):
-                into[here] = rows[here]
-            return into
-        result = torch.empty_like(rows) if into is None else into
+                result[here] = numbers(out, here, result.dtype)
+            return result
         ids, factors = out.recv_topk_idx, out.recv_topk_weights
         assert ids is not None and factors is not None, f"{layout.name} brings its routing"
         for here in _existing(out, layout):
             share = torch.where(ids[here] >= 0, factors[here], 0.0).sum(-1, keepdim=True)
-            source = rows[here] if rows.itemsize > 1 else rows[here].float()  # torch does not promote float8
-            torch.mul(source, share, out=result[here])
+            torch.mul(numbers(out, here, torch.float32), share, out=result[here])
         return result
 
 
