@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TRITON := triton==3.6.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench-comm clean
+.PHONY: help setup demo test lint format docs bench-comm clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -30,12 +30,15 @@ format: $(INSTALLED)  ## fix style and formatting
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
+docs: $(INSTALLED)  ## build the documentation as a site, in site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 bench-comm: $(INSTALLED)  ## time dispatch and combine of every transport that runs here
 	@$(BIN)/moefleet bench comm --world 4 --tokens 128 --hidden 2048 --experts 64 --topk 8
 
 clean:  ## remove .venv, caches and build outputs
 	@rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	@find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	@find src tests examples docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # torch comes first and pinned, so that nothing else pulls in another build of it.
 $(INSTALLED): pyproject.toml constraints.txt

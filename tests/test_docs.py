@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.running import ROOT, run
+
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if page.is_file()]
 FENCE = re.compile(r"^\s*(?P<marks>`{3,}|~{3,})\s*(?P<language>[\w+-]*)")
 NO_RUN = re.compile(r"<!--\s*no-run(?P<reason>.*?)-->")
@@ -160,19 +160,8 @@ def test_python_runs(block: Block, tmp_path: Path) -> None:
         return
     script = tmp_path / "block.py"
     script.write_text(block.code)
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    log = tmp_path / "output.txt"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, str(script)], cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        code: int | str = process.wait(timeout=120)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with the ranks that it started
-        process.wait()
-        code = "no result after 120 s"
-    assert code == 0, f"{block.where} ends with {code}\n{log.read_text()}"
+    ended = run([sys.executable, str(script)], tmp_path / "log", env=dict(os.environ))
+    assert ended.code == 0, f"{block.where} ends with {ended.code}\n{ended.output}"
 
 
 @pytest.mark.parametrize("block", SHELL_BLOCKS)
@@ -186,6 +175,46 @@ def test_commands_exist(block: Block) -> None:
         if arguments is not None:
             why = why_unknown(cli(), arguments)
             assert why is None, f"{block.where}: `{' '.join(command)}`: {why}"
+
+
+def test_every_command_has_a_section() -> None:
+    page = (ROOT / "docs/commands.md").read_text()
+    missing = [name for name in cli().commands if name != "bench" and f"\n## {name}\n" not in page]
+    assert not missing, f"docs/commands.md has no section for {missing}"
+
+
+def test_errors_are_what_their_page_says() -> None:
+    import moefleet
+
+    rows = re.findall(r"^\| `(MoEEp\w+)` \| (.*?) \|", (ROOT / "docs/errors.md").read_text(), re.M)
+    kinds = {name for name in moefleet.__all__ if re.fullmatch("MoEEp.+Error", name)}
+    assert {name for name, _ in rows} == kinds
+    for name, bases in rows:
+        for base in re.findall(r"`(\w+)`", bases):
+            kind = getattr(moefleet, base, None) or getattr(builtins, base)
+            assert issubclass(getattr(moefleet, name), kind), f"docs/errors.md: {name} is not a {base}"
+
+
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    """On a code forge, that is; the site's links are checked when it is built."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", text):
+        if target.startswith(("http:", "https:")):
+            continue
+        linked = page.parent / target if target else page
+        assert linked.exists(), f"{page.name} links to {target}, which is not there"
+        if anchor:
+            assert anchor in anchors_of(linked.read_text()), f"{page.name}: {target or page.name} has no #{anchor}"
+
+
+def anchors_of(text: str) -> set[str]:
+    """What a forge and the site make of the headings: lower case, no punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
 def test_make_runs_commands_that_exist() -> None:
