@@ -18,15 +18,18 @@ EVERYTHING = frozenset({"*"})
 # Room -> the rooms that it may import, itself and `_version` aside.
 MAY_IMPORT: dict[str, frozenset[str]] = {
     **{room: VOCABULARY for room in VOCABULARY},
-    "reference": VOCABULARY,
+    "reference": VOCABULARY | {"quant"},
     "quant": VOCABULARY,
-    "substrate": VOCABULARY,
+    "native": VOCABULARY,
+    "substrate": VOCABULARY | {"native"},
     "fleet": VOCABULARY | {"substrate"},
-    "transports": VOCABULARY | {"fleet", "substrate", "quant"},
+    "transports": VOCABULARY | {"native", "fleet", "substrate", "quant"},
     "kernels": VOCABULARY | {"quant"},
     "mega": VOCABULARY | {"fleet", "substrate", "quant"},
     "timing": VOCABULARY,
-    "layer": VOCABULARY | {"reference", "quant", "substrate", "fleet", "transports", "kernels", "mega", "timing"},
+    "captured": VOCABULARY | {"fleet"},
+    "layer": VOCABULARY
+    | {"reference", "quant", "substrate", "fleet", "transports", "kernels", "mega", "timing", "captured"},
     "serving": VOCABULARY | {"layer", "fleet"},
     "integrations": VOCABULARY | {"layer", "serving"},
     "launch": EVERYTHING,
@@ -48,7 +51,7 @@ SHARED_MODULES = frozenset({"base", "registry"})
 
 # Package -> the folders whose modules may import it at module level; inside a function everyone may.
 HEAVY: dict[str, tuple[str, ...]] = {
-    "triton": ("substrate", "quant", "transports.nvlink", "kernels", "mega"),
+    "triton": ("substrate", "quant", "transports.nvlink", "kernels", "mega", "bench.gpu_link"),
     "nccl": ("transports.nccl_ep",),
     "nixl": ("transports.nixl_ep",),
     "deep_gemm": ("kernels", "mega"),

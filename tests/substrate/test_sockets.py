@@ -71,6 +71,21 @@ def test_who_does_not_connect_is_named(meshes: list[Mesh]) -> None:
     assert "rank 0 waited 0.2 s for a connection from ranks [2]" in str(outcomes[0])
 
 
+def bad_news() -> None:
+    raise MoEEpPeerError("rank 2 is out of memory", rank=2, reason="out of memory")
+
+
+def test_a_rank_that_waits_in_vain_asks_why() -> None:
+    made = [Mesh(rank, 3, bad_news) for rank in range(3)]
+    made[2].close()
+    for outcome in connect(made, without=(2,)):
+        assert isinstance(outcome, MoEEpPeerError) and outcome.reason == "out of memory", outcome
+    made[0].close()
+    with pytest.raises(MoEEpPeerError, match="out of memory"):  # and where its connection is refused
+        made[1].connect([mesh.address for mesh in made], [mesh.token for mesh in made], HANG_S)
+    made[1].close()
+
+
 def test_a_lower_rank_that_is_gone_is_named(meshes: list[Mesh]) -> None:
     meshes[0].close()
     with pytest.raises(MoEEpTransportError, match=r"connect failed .* reaching rank 0"):

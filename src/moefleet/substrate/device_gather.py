@@ -7,43 +7,46 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .gather import HOST, Movements
+from .gather import Movements
+from .native_gather import host_movements
 from .routes import Ints
 
 _CHUNK_BYTES = 1 << 28  # of float32 rows: what a weighted sum needs beside its result
+_ALIGN = 16  # bytes
 
 
 def movements(device: torch.device | str) -> Movements:
     """Those for tensors of this device."""
-    return DEVICE if torch.device(device).type == "cuda" else HOST
+    return DEVICE if torch.device(device).type == "cuda" else host_movements()
 
 
 def gather_blocks(
     table: torch.Tensor,
-    rows: Ints,
+    rows: Ints | torch.Tensor,
     out: torch.Tensor,
     counts: Sequence[int],
     starts: Sequence[int],
     places: Ints | None = None,
 ) -> None:
-    """See :func:`moefleet.substrate.gather.gather_blocks`: all blocks at once."""
+    """See :func:`moefleet.substrate.gather.gather_blocks`: all blocks at once. ``rows`` may be on the GPU already."""
     if places is None:
         sizes = np.asarray(counts, np.int64)
         places = np.arange(len(rows)) + (np.asarray(starts, np.int64) - (np.cumsum(sizes) - sizes)).repeat(sizes)
-    out.index_copy_(0, _beside(out, places), table.index_select(0, _beside(table, rows)))
+    to, index = beside(table, places, rows)
+    out.index_copy_(0, to, table.index_select(0, index))
 
 
 def sum_bags(table: torch.Tensor, rows: Ints, bag: Ints) -> torch.Tensor:
     """See :func:`moefleet.substrate.gather.sum_bags`."""
     if not len(rows):
         return table.new_zeros(len(bag) - 1, table.shape[1])
-    index, edges = _beside(table, rows), _beside(table, bag)
+    index, edges = beside(table, rows, bag)
     return torch.embedding_bag(table, index, edges, False, 0, False, None, True)[0]
 
 
 def weighted_sum_bags(table: torch.Tensor, rows: Ints, weight: np.ndarray, bag: Ints, out: torch.Tensor) -> None:
     """See :func:`moefleet.substrate.gather.weighted_sum_bags`."""
-    index, weights, edges = _beside(table, rows), _beside(table, weight), _beside(table, bag)
+    index, weights, edges = beside(table, rows, weight, bag)
     most = max(1, _CHUNK_BYTES // (4 * table.shape[1]))
     first = 0
     while first < len(out):
@@ -57,15 +60,29 @@ def weighted_sum_bags(table: torch.Tensor, rows: Ints, weight: np.ndarray, bag: 
         first = last
 
 
-def _beside(table: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
-    """Numbers of the host, where the table is."""
-    return upload(torch.from_numpy(numbers), table.device)
+def beside(table: torch.Tensor, *numbers: np.ndarray | torch.Tensor) -> list[torch.Tensor]:
+    """Numbers of the host as tensors where the table is; those that are tensors already are left as they are."""
+    host = [each for each in numbers if isinstance(each, np.ndarray)]
+    if not table.is_cuda:
+        there = iter([torch.from_numpy(each) for each in host])
+    else:
+        there = iter(upload(host, table.device) if host else [])
+    return [next(there) if isinstance(each, np.ndarray) else each for each in numbers]
 
 
-def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the GPU, ordered in its current stream. The host's tensor is free when this returns: what the copy
-    reads is pinned memory, which torch keeps until it is done."""
-    return host.pin_memory().to(device, non_blocking=True)
+def upload(arrays: Sequence[np.ndarray], device: torch.device | str) -> list[torch.Tensor]:
+    """Copies on a GPU, in one transfer, ordered in its current stream. The arrays are free when this returns: what is
+    transferred is pinned memory, which torch keeps until that is done."""
+    ends = np.cumsum([0, *(-(-each.nbytes // _ALIGN) * _ALIGN for each in arrays)]).tolist()
+    packed = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
+    lines = packed.numpy()
+    for each, at in zip(arrays, ends):
+        lines[at : at + each.nbytes] = np.ascontiguousarray(each).reshape(-1).view(np.uint8)
+    there = packed.to(device, non_blocking=True)
+    return [
+        there[at : at + each.nbytes].view(torch.from_numpy(np.empty(0, each.dtype)).dtype).view(each.shape)
+        for each, at in zip(arrays, ends)
+    ]
 
 
 DEVICE = Movements(gather_blocks, sum_bags, weighted_sum_bags)

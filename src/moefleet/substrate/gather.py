@@ -58,7 +58,7 @@ def weighted_sum_bags(table: torch.Tensor, rows: Ints, weight: np.ndarray, bag: 
         last = min(first + step, len(out))
         lo, hi = int(bag[first]), int(bag[last])
         source, picked = table, index[lo:hi]
-        if table.dtype != torch.float32:
+        if table.dtype != torch.float32 or not table.is_contiguous():  # else embedding_bag adds in another order
             source, picked = table.index_select(0, picked).float(), torch.arange(hi - lo)
         sums = torch.embedding_bag(source, picked, edges[first : last + 1] - lo, False, 0, False, weights[lo:hi], True)
         out[first:last] = sums[0]

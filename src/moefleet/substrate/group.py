@@ -7,6 +7,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from .control import MAGIC, State, Word
 from .faults import FaultState
 from .futex import fence, full_fence
@@ -21,7 +24,7 @@ It yields its core at each look, so that a peer that has work runs; what it save
 Exchange = Callable[[str, Callable[[], dict[str, Any]]], list[dict[str, Any]]]
 """Publish what a function returns (or the error it raises) to all ranks, and return every rank's, in rank order."""
 
-_STATE, _DEPARTED = int(Word.STATE), int(State.DEPARTED)
+_STATE, _ROUND, _RUNNING, _DEPARTED = int(Word.STATE), int(Word.ROUND), int(State.RUNNING), int(State.DEPARTED)
 
 
 def cores() -> int:
@@ -37,11 +40,13 @@ class HostGroup:
         size: bytes of each rank's segment, control block included; equal on all ranks.
         align: the distance between two segments in memory divides by this many bytes.
         exchange: how values reach the other ranks before memory does.
+        look: raises where this rank waits for the others in vain.
         incarnation: identity of this process.
         spin_s: how long a wait spins before it sleeps; ``None`` chooses.
         timeout_s: budget of building the group.
         silence_s: budget of one wait for a peer.
         faults: who is accused, and whether a missing peer raises.
+        dead: where deaths are noted, one entry for each rank that is set to 1, from another thread; ``None`` makes it.
 
     Attributes:
         range: all segments; ``memory`` and ``words`` show them as bytes and as 64-bit words.
@@ -58,14 +63,16 @@ class HostGroup:
         size: int,
         align: int,
         exchange: Exchange,
+        look: Callable[[], None] = lambda: None,
         incarnation: int,
         spin_s: float | None,
         timeout_s: float,
         silence_s: float,
         faults: FaultState,
+        dead: bytearray | npt.NDArray[np.int64] | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        mesh = Mesh(rank, world_size)
+        mesh = Mesh(rank, world_size, look)
         fds: list[int] = []
         try:
 
@@ -90,7 +97,7 @@ class HostGroup:
         self._states = [(peer, block + _STATE) for peer, block in enumerate(blocks) if peer != rank]
         if spin_s is None:
             spin_s = SPIN_S if cores() >= world_size else CROWDED_SPIN_S
-        self.waiter = Waiter(words, self.range.address, blocks, rank, spin_s, silence_s, faults)
+        self.waiter = Waiter(words, self.range.address, blocks, rank, spin_s, silence_s, faults, dead)
         self.waiter.publish(Word.MAGIC, MAGIC)
         self.waiter.publish(Word.INCARNATION, incarnation)
         self.waiter.publish(Word.STATE, State.RUNNING)
@@ -110,6 +117,11 @@ class HostGroup:
         """Peers whose process has ended, or that have left: proven, not guessed."""
         words, dead = self.words, self.waiter.dead
         return [peer for peer, state in self._states if dead[peer] or words[state] == _DEPARTED]
+
+    def decided(self, adopted: int) -> bool:
+        """Whether a peer runs steps under a later decision than ``adopted``."""
+        words = self.words
+        return any(words[state] == _RUNNING and words[state + _ROUND - _STATE] > adopted for _, state in self._states)
 
     def enter_round(self, number: int) -> None:
         """Say that this rank takes part in making decision ``number``: peers stop waiting for it in a step."""

@@ -46,7 +46,8 @@ class Inbox:
         """Views of this memory in the Fleet's layout; :meth:`fill` writes them."""
         key = (dtype, topk, scale_dtype)
         if key != self._key:
-            self._key, self._output = key, self._make(*key)
+            with torch.inference_mode(False):  # what lasts can be written in any mode
+                self._key, self._output = key, self._make(*key)
         return self._output
 
     def _make(self, dtype: torch.dtype, topk: int, scale_dtype: torch.dtype | None) -> DispatchOutput:
@@ -99,7 +100,8 @@ class Inbox:
     def _flat(self, table: torch.Tensor) -> torch.Tensor:
         """The received rows ``[places, H]`` in the table's type."""
         if self._flat_rows is None or self._flat_rows.dtype != table.dtype:
-            self._flat_rows = self._rows.view(table.dtype).view(self._places, table.shape[1])
+            with torch.inference_mode(False):
+                self._flat_rows = self._rows.view(table.dtype).view(self._places, table.shape[1])
         return self._flat_rows
 
     def _route(self, places: Ints | slice, got: Arrivals) -> None:
@@ -135,6 +137,6 @@ class DeviceInbox(Inbox):
         # FLAT alone is large, and filled from the front.
         used = len(got.token) if self._layout is EpLayout.FLAT else self._places
         most, self._used = max(used, self._used, 1), used
-        for host, shown in self._copies:  # pageable memory is read before copy_ returns
-            shown[:most].copy_(host[:most], non_blocking=True)
+        for host, shown in self._copies:  # by way of pinned memory, or the host would wait for the stream
+            shown[:most].copy_(host[:most].pin_memory(), non_blocking=True)
         return blocks

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import torch
 
-DTYPES: dict[int, tuple[torch.dtype, ...]] = {2: (torch.bfloat16, torch.float16), 4: (torch.float32,)}
+DTYPES: dict[int, tuple[torch.dtype, ...]] = {
+    1: (torch.float8_e4m3fn,),
+    2: (torch.bfloat16, torch.float16),
+    4: (torch.float32,),
+}
 """Row types for each ``dtype_bytes``."""
 
-_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float8_e4m3fn: 4}
 _SCALE_CODES = {dtype: 16 * code for code, dtype in enumerate(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64,
      torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu), start=1)}  # fmt: skip

@@ -20,6 +20,8 @@ from ..errors import MoEEpPeerError, MoEEpTimeoutError, MoEEpTransportError
 
 _HELLO = struct.Struct("<QI")
 _HELLO_S = 10.0  # how long somebody who connects may take to say who it is
+_LOOK_S = 0.1  # how often a rank that waits for a connection looks whether it waits in vain
+_WHY_S = 0.5  # how long it looks for the reason of a connection that broke
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -34,10 +36,14 @@ class Mesh:
     """This rank's sockets to all others.
 
     Usage: construct, publish ``address`` and ``token`` to the peers, then :meth:`connect`.
+
+    Args:
+        look: called while this rank waits; raises where it waits in vain.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, look: Callable[[], None] = lambda: None) -> None:
         self.rank, self.world_size = rank, world_size
+        self._look = look
         self.token = secrets.randbits(63)
         self.address = f"moefleet-{secrets.token_hex(12)}"
         self.peers: dict[int, socket.socket] = {}
@@ -61,13 +67,18 @@ class Mesh:
                 link.sendall(_HELLO.pack(self.token, self.rank))
             except OSError as error:
                 link.close()
+                self._ask_why()
                 raise MoEEpTransportError("connect", error.errno or 0, f"reaching rank {peer}", str(error)) from error
             self.peers[peer] = link
         while missing := sorted(set(range(self.rank + 1, self.world_size)) - set(self.peers)):
-            self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+            left = deadline - time.monotonic()
+            self._listener.settimeout(min(_LOOK_S, max(0.01, left)))
             try:
                 link, _ = self._listener.accept()
             except TimeoutError as error:
+                self._look()
+                if left > _LOOK_S:
+                    continue
                 raise MoEEpTimeoutError(
                     f"shared memory: rank {self.rank} waited {timeout_s:g} s for a connection from ranks {missing}",
                     ranks=missing,
@@ -88,10 +99,10 @@ class Mesh:
         try:
             for peer, link in self.peers.items():
                 link.settimeout(timeout_s)
-                with _naming(peer, timeout_s):
+                with self._naming(peer, timeout_s):
                     socket.send_fds(link, [b"\1"], [fd])
             for peer, link in self.peers.items():
-                with _naming(peer, timeout_s):
+                with self._naming(peer, timeout_s):
                     data, got, _, _ = socket.recv_fds(link, 1, 1)
                     if not data or len(got) != 1:
                         raise ConnectionResetError
@@ -102,6 +113,27 @@ class Mesh:
                     os.close(taken)
             raise
         return fds
+
+    @contextlib.contextmanager
+    def _naming(self, peer: int, timeout_s: float) -> Iterator[None]:
+        """Errors of a socket as errors that name the rank at its other end."""
+        try:
+            yield
+        except TimeoutError as error:
+            raise MoEEpTimeoutError(
+                f"shared memory: waited {timeout_s:g} s for the memory of rank {peer}", ranks=[peer]
+            ) from error
+        except OSError as error:
+            self._ask_why()
+            text = f"rank {peer} ended while the Fleet was being built"
+            raise MoEEpPeerError(text, rank=peer, reason="ended") from error
+
+    def _ask_why(self) -> None:
+        """A peer that closes its sockets says why about then."""
+        end = time.monotonic() + _WHY_S
+        while time.monotonic() < end:
+            self._look()
+            time.sleep(0.01)
 
     def close(self) -> None:
         """Close everything; peers see end-of-file. Idempotent."""
@@ -169,16 +201,3 @@ def _read_hello(link: socket.socket) -> tuple[int, int]:
         while len(data) < _HELLO.size and (part := link.recv(_HELLO.size - len(data))):
             data += part
     return _HELLO.unpack(data) if len(data) == _HELLO.size else (-1, -1)
-
-
-@contextlib.contextmanager
-def _naming(peer: int, timeout_s: float) -> Iterator[None]:
-    """Errors of a socket as errors that name the rank at its other end."""
-    try:
-        yield
-    except TimeoutError as error:
-        raise MoEEpTimeoutError(
-            f"shared memory: waited {timeout_s:g} s for the memory of rank {peer}", ranks=[peer]
-        ) from error
-    except OSError as error:
-        raise MoEEpPeerError(f"rank {peer} ended while the Fleet was being built", rank=peer, reason="ended") from error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class SymmetricMemory:
     Attributes:
         own: this rank's memory, bytes, zeroed.
         addresses: where each rank's memory is mapped here.
-        mapping: keeps the peers' memory mapped; they may be gone.
+        mapping: keeps the peers' memory mapped; they may be gone. Dropping it lets go.
     """
 
     own: torch.Tensor
@@ -29,8 +31,8 @@ class SymmetricMemory:
         """Allocate ``size`` bytes here and map everybody's. All ranks call this; they meet in ``store``.
 
         Args:
-            store: a ``torch.distributed.Store`` of these ranks alone.
-            name: of the group, the same on all ranks and never used before.
+            store: a ``torch.distributed.Store`` of these ranks alone, for this allocation alone.
+            name: of the group, the same on all ranks.
         """
         if world_size == 1:
             own = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -38,7 +40,12 @@ class SymmetricMemory:
         from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
         from torch.distributed import _symmetric_memory as symmetric
 
+        # A process takes a name once in its life, whatever stores its Fleets met in.
+        if rank == 0:
+            store.set("symmetric memory", secrets.token_hex(8))
+        name = f"{name}-{store.get('symmetric memory').decode()}"
         # A process group without a backend: all that is wanted of it is its store.
+        store = CountingFromZero(store)
         group = ProcessGroup(store, rank, world_size)
         group._set_group_name(name)  # type: ignore[arg-type, unused-ignore]  # a str in some versions
         _register_process_group(name, group)  # type: ignore[arg-type, unused-ignore]
@@ -47,4 +54,30 @@ class SymmetricMemory:
         own.zero_()
         torch.cuda.synchronize(device)
         mapping = _SymmetricMemory.rendezvous(own, name)
-        return cls(own, tuple(mapping.buffer_ptrs), mapping)
+        return cls(own, tuple(mapping.buffer_ptrs), (mapping, store))
+
+
+class CountingFromZero(dist.Store):
+    """A store for one group's exchanges, numbered from the first of this group.
+
+    torch numbers the exchanges of a process over all its groups, and the numbers are in the keys: processes that did
+    not make all the same groups, such as a new one among old ones, would wait at different keys.
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store, self._seen = store, dict[str, int]()
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._own(key), value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._store.get(self._own(key)))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait([self._own(key) for key in keys], *timeout)
+
+    def _own(self, key: str) -> str:
+        """``topic/number/rank`` with this group's number."""
+        exchange, rank = key.rsplit("/", 1)
+        return f"{exchange.rsplit('/', 1)[0]}/{self._seen.setdefault(exchange, len(self._seen))}/{rank}"

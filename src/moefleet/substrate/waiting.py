@@ -16,6 +16,9 @@ import os
 import time
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from ..errors import MoEEpPeerError, MoEEpTimeoutError
 from .control import SETS, Operation, State, Word, flag_word
 from .faults import FaultState
@@ -47,6 +50,7 @@ class Waiter:
         spin_s: how long to look before sleeping, in seconds.
         timeout_s: budget of one wait, in seconds of the waiter's own running time.
         faults: who is accused, and whether a missing peer raises.
+        dead: where deaths are noted, one entry for each rank; ``None`` makes it.
     """
 
     def __init__(
@@ -58,12 +62,13 @@ class Waiter:
         spin_s: float,
         timeout_s: float,
         faults: FaultState,
+        dead: bytearray | npt.NDArray[np.int64] | None = None,
     ) -> None:
         self._words, self._address, self._blocks = words, address, blocks
-        self._rank, self._spin_s, self._timeout_s = rank, spin_s, timeout_s
+        self._rank, self.spin_s, self._timeout_s = rank, spin_s, timeout_s
         self._mine = blocks[rank]
         self._faults = faults
-        self.dead = bytearray(len(blocks))
+        self.dead = bytearray(len(blocks)) if dead is None else dead
         self.waited_s = [0.0] * len(blocks)
 
     def mark(self, operation: Operation, step: int) -> None:
@@ -106,8 +111,11 @@ class Waiter:
         for index in asleep:
             futex_wake(self._address + 8 * index)
 
-    def wait(self, peers: Sequence[int], operation: Operation, step: int) -> list[int]:
+    def wait(self, peers: Sequence[int], operation: Operation, step: int, *, spun_s: float = 0.0) -> list[int]:
         """Wait until all of ``peers`` have committed this phase of this step, or one has given the step up.
+
+        Args:
+            spun_s: how long the caller has looked again and again, in seconds, which counts as done here.
 
         Returns:
             With fault tolerance, those that never will: accused, or in a round. Else nobody.
@@ -119,8 +127,8 @@ class Waiter:
         words, flag = self._words, flag_word(operation, step)
         missing = [peer for peer in peers if words[self._blocks[peer] + flag] < step]
         lost: list[int] = []
-        if missing and self._spin_s:
-            missing = self._spin(missing, flag, step)
+        if missing and self.spin_s > spun_s:
+            missing = self._spin(missing, flag, step, self.spin_s - spun_s)
         if missing:
             self.publish(Word.WAITING_STEP, step)
             self.publish(Word.WAITING_OPERATION, operation)
@@ -129,9 +137,9 @@ class Waiter:
         fence()
         return lost
 
-    def _spin(self, missing: list[int], flag: int, step: int) -> list[int]:
+    def _spin(self, missing: list[int], flag: int, step: int, spin_s: float) -> list[int]:
         start = now = time.perf_counter()
-        while missing and now - start < self._spin_s:
+        while missing and now - start < spin_s:
             os.sched_yield()
             still = [peer for peer in missing if self._words[self._blocks[peer] + flag] < step]
             now = time.perf_counter()

@@ -16,11 +16,11 @@ ROOM = 3 << 20  # allocators keep some
 
 def many_steps(bootstrap: BootstrapConfig, layout: EpLayout) -> Any:
     with fleet_of(bootstrap, layout) as fleet:
-        for seed in range(150):
+        for seed in range(100):
             step(fleet, seed)
         before = resident_bytes(), of_this_process()
-        for seed in range(500):
-            step(fleet, seed % 150)
+        for seed in range(300):
+            step(fleet, seed % 100)
         return before, (resident_bytes(), of_this_process()), fleet.stats()["steps"]
 
 
@@ -29,7 +29,7 @@ def test_memory_stays_flat_over_steps(layout: EpLayout) -> None:
     for result in shared_pool().run(many_steps, layout, world_size=3):
         assert result.error is None, result.error
         (bytes_before, before), (bytes_after, after), steps = result.value
-        assert steps == 650
+        assert steps == 400
         assert after == before
         assert bytes_after <= bytes_before + ROOM
 
@@ -42,7 +42,7 @@ def many_fleets(bootstrap: BootstrapConfig) -> Any:
         del fleet
         return resident_bytes(), of_this_process()
 
-    return build_and_use(15), build_and_use(45)
+    return build_and_use(12), build_and_use(36)
 
 
 def test_memory_stays_flat_over_fleets() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,25 +21,19 @@ from moefleet import (
     MoEEpError,
     create_fleet,
 )
-from moefleet.launch import RankPool
+from tests.conformance.pool import shared_pool
 
 W, EXPERTS, HIDDEN, MOST, SCALES = 2, 4, 8, 8, 4
 ROW = HIDDEN * 4
 KEYS = {
     "steps", "failed_steps", "tokens", "tokens_per_expert", "rows_received", "rows_sent", "bytes_received",
-    "bytes_sent", "waited_s", "bad_ids",
+    "bytes_sent", "waited_s", "bad_ids", "native",
 }  # fmt: skip
 
 # Experts 0 and 1 are rank 0's. Rank 0 sends 3 tokens to itself and 1 to rank 1; rank 1 sends 1 and 2, and 1 nowhere.
 IDS = ([[0, 1], [1, 0], [0, 3]], [[2, 3], [3, 0], [-1, -1]])
 PER_EXPERT = ([4, 2], [1, 3])
 TAKEN = ([3, 1], [1, 2])
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(W, threads_per_rank=1) as pool:
-        yield pool
 
 
 def params_for(layout: EpLayout, scales: int = 0) -> FleetParams:
@@ -71,8 +64,8 @@ def three_steps(bootstrap: BootstrapConfig, params: FleetParams, tolerant: bool)
 
 @pytest.mark.parametrize("layout", list(EpLayout), ids=str)
 @pytest.mark.parametrize(("scales", "tolerant"), [(0, False), (SCALES, True)])
-def test_what_moved_is_counted(pool: RankPool, layout: EpLayout, scales: int, tolerant: bool) -> None:
-    for result in pool.run(three_steps, params_for(layout, scales), tolerant):
+def test_what_moved_is_counted(layout: EpLayout, scales: int, tolerant: bool) -> None:
+    for result in shared_pool().run(three_steps, params_for(layout, scales), tolerant, world_size=W):
         assert result.error is None, result.error
         rank, stats = result.rank, result.value
         assert set(stats) == KEYS
@@ -107,8 +100,8 @@ def failing(bootstrap: BootstrapConfig, params: FleetParams) -> dict[str, Any]:
         return fleet.stats()
 
 
-def test_steps_that_failed_are_counted_on_all_ranks(pool: RankPool) -> None:
-    for result in pool.run(failing, params_for(EpLayout.EXPERT_MAJOR)):
+def test_steps_that_failed_are_counted_on_all_ranks() -> None:
+    for result in shared_pool().run(failing, params_for(EpLayout.EXPERT_MAJOR), world_size=W):
         assert result.error is None, result.error
         assert (result.value["steps"], result.value["failed_steps"]) == (5, 3)
         assert result.value["rows_sent"] == [2 * TAKEN[peer][result.rank] for peer in range(W)], "what came back"

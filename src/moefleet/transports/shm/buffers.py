@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from ...substrate.routes import Ints
 from ...substrate.rowtypes import DTYPES
 from .layout import SegmentLayout
 
+I = TypeVar("I", bound=Inbox)  # noqa: E741 - a kind of inbox
+
 
 @dataclass(frozen=True)
 class BufferSet:
@@ -26,6 +28,7 @@ class BufferSet:
     Ids past those of the present step are -1, so that ranks with different numbers of tokens can be read as one grid.
 
     Attributes:
+        parity: of these steps.
         ids, weights: flat int32 and float32 ``[M * Kmax]`` of this rank.
         all_ids, all_weights: the same of all ranks, as rows of ``[W, M * Kmax]``.
         offsets: int64 ``[2, W]`` of this rank: where each source's rows begin among those that it combined, and how
@@ -34,9 +37,11 @@ class BufferSet:
         token_rows, combined_rows: ``[W]`` table row at which the rank's tokens and combined rows begin.
         scale_rows: ``[W]`` the same for its scales, in the table of scales.
         tokens, combined: this rank's own memory, ``[M, H]`` and ``[C, H]`` for each row type.
+        returned: ``combined`` in the shape of received rows, but in EXPERT_MAJOR, where it holds sums of them.
         scales: this rank's own memory, bytes ``[M, S]``.
     """
 
+    parity: int
     ids: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
     all_ids: npt.NDArray[np.int32]
@@ -48,11 +53,12 @@ class BufferSet:
     scale_rows: Ints | None
     tokens: dict[torch.dtype, torch.Tensor]
     combined: dict[torch.dtype, torch.Tensor]
+    returned: dict[torch.dtype, torch.Tensor] | None
     scales: torch.Tensor | None
 
 
 @dataclass(frozen=True)
-class Buffers:
+class Buffers(Generic[I]):
     """All of a Fleet's memory.
 
     Attributes:
@@ -66,9 +72,9 @@ class Buffers:
     tables: dict[torch.dtype, torch.Tensor]
     scale_table: torch.Tensor | None
     sets: tuple[BufferSet, ...]
-    inboxes: list[tuple[int, Inbox]]
+    inboxes: list[tuple[int, I]]
 
-    def inbox(self, step: int, open_steps: Container[int]) -> Inbox:
+    def inbox(self, step: int, open_steps: Container[int]) -> I:
         """The inbox that step ``step`` receives into: the last used of those that no open step needs."""
         free = next(i for i, (user, _) in enumerate(self.inboxes) if user not in open_steps)
         _, inbox = self.inboxes.pop(free)
@@ -76,8 +82,15 @@ class Buffers:
         return inbox
 
     @classmethod
-    def over(cls, group: HostGroup, layout: SegmentLayout, params: FleetParams, num_local: int) -> Buffers:
-        """Views over the group's segments."""
+    def over(
+        cls,
+        group: HostGroup,
+        layout: SegmentLayout,
+        params: FleetParams,
+        num_local: int,
+        inbox: Callable[[FleetParams, int, int], I],
+    ) -> Buffers[I]:
+        """Views over the group's segments, and memory to receive into of the kind ``inbox``."""
         world, most = group.world_size, params.max_tokens_per_rank
         tables = {t: group.range.rows(t, params.token_hidden_size) for t in DTYPES[params.dtype_bytes]}
         scale_table = group.range.rows(torch.uint8, layout.scale_bytes) if layout.scale_bytes else None
@@ -105,8 +118,14 @@ class Buffers:
             offsets = all_offsets[group.rank].reshape(2, world)
             if params.layout is EpLayout.RANK_MAJOR:
                 offsets[0] = np.arange(world) * most
+            combined = {t: own(table, combined_rows, params.recv_capacity(world)) for t, table in tables.items()}
+            returned = None
+            if params.layout is not EpLayout.EXPERT_MAJOR:
+                shape = *params.received_shape(world, num_local), params.token_hidden_size
+                returned = {t: rows.view(shape) for t, rows in combined.items()}
             sets.append(
                 BufferSet(
+                    parity=s,
                     ids=all_ids[group.rank],
                     weights=all_weights[group.rank],
                     all_ids=all_ids,
@@ -117,9 +136,10 @@ class Buffers:
                     combined_rows=combined_rows,
                     scale_rows=scale_rows,
                     tokens={t: own(table, token_rows, most) for t, table in tables.items()},
-                    combined={t: own(table, combined_rows, params.recv_capacity(world)) for t, table in tables.items()},
+                    combined=combined,
+                    returned=returned,
                     scales=None if scale_table is None or scale_rows is None else own(scale_table, scale_rows, most),
                 )
             )
-        inboxes = [(0, Inbox(params, world, num_local)) for _ in range(SETS)]
+        inboxes = [(0, inbox(params, world, num_local)) for _ in range(SETS)]
         return cls(tables, scale_table, tuple(sets), inboxes)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from ...config import EpLayout, ShmConfig
@@ -15,13 +15,12 @@ from ...fleet.limits import Limits
 from ...fleet.registry import Capability, register_fleet
 from ...fleet.rendezvous import Meeting
 from ...fleet.tolerance import FaultTolerantFleet
-from ...knobs import HandleAlgoKnob
+from ...knobs import FP8E4M3, FleetAlgoKnob, FleetAlgoKnobQuantization, HandleAlgoKnob
 from ...placement import Placement
-from ...substrate.control import MAX_RANKS, SETS
+from ...substrate.control import MAX_RANKS
 from ...substrate.futex import unsupported_reason
 from ...substrate.rowtypes import DTYPES
 from ...substrate.sockets import namespace_id
-from ...substrate.tally import ExpertTally
 from ...tensors import HandleParams
 from .handle import ShmHandle
 from .topology import Topology
@@ -31,8 +30,8 @@ FEATURES = frozenset({"halves", "combine_buffer", "fault_tolerance"})
 LIMITS = Limits(
     device_types=frozenset({"cpu"}),
     layouts=frozenset(EpLayout),
-    dtype_bytes=frozenset(DTYPES),
     max_world_size=MAX_RANKS,
+    quants=frozenset({FP8E4M3}),
 )
 
 
@@ -43,6 +42,8 @@ class ShmFleet(FaultTolerantFleet):
     Memory per rank: ``2 * (M * H + C * H) * dtype_bytes`` shared (C = ``M*W``, or max_recv_tokens_per_rank), all of it
     taken at construction, and the two received buffers, private, of which only rows that arrive are ever touched.
     """
+
+    knobs: ClassVar[frozenset[type[FleetAlgoKnob]]] = FaultTolerantFleet.knobs | {FleetAlgoKnobQuantization}
 
     @classmethod
     def probe(cls) -> Capability:
@@ -58,21 +59,17 @@ class ShmFleet(FaultTolerantFleet):
 
     def _build(self, meeting: Meeting, placement: Placement) -> Topology:
         config = self.spec.config if isinstance(self.spec.config, ShmConfig) else ShmConfig()
-        return Topology.build(meeting, self.params, placement, config, self.tolerance)
+        params = replace(self.params, scale_bytes_per_token=self.row_format.scale_bytes)
+        return Topology.build(meeting, params, placement, config, self.tolerance)
 
     def _enter(self, topology: Topology) -> None:
         """From now on steps run over this topology."""
         self.topology = topology
         self.bootstrap, self.placement = topology.bootstrap, topology.placement
         self.faults, self.group, self.steps = topology.faults, topology.group, topology.steps
-        self.buffers, self.local_table = topology.buffers, topology.local_table
+        self.buffers, self.moves = topology.buffers, topology.moves
         self.agreement = topology.agreement
-        self.all_owner_table = self.owner_table = topology.owner_table
-        self.mask_changes = 0
-        self.slots_used = [0] * SETS  # ids of this rank in each set, from the front
-        world, rank = self.bootstrap.world_size, self.bootstrap.rank
-        self.rows_received, self.rows_sent = np.zeros(world, np.int64), np.zeros(world, np.int64)
-        self.expert_rows = ExpertTally(self.placement.num_local(rank))
+        self.owner_table = topology.owner_table
         self.failed_steps = self.tokens_sent = 0
 
     def _retopologise(self, meeting: Meeting, placement: Placement) -> None:
@@ -95,8 +92,7 @@ class ShmFleet(FaultTolerantFleet):
             self.faults.accuse(peer)
 
     def _mask_changed(self) -> None:
-        self.owner_table = self.topology.live_owner_table()
-        self.mask_changes += 1
+        self.moves.set_owners(self.topology.live_owner_table())
 
     def _last_step(self) -> int:
         return self.steps.last
@@ -108,18 +104,19 @@ class ShmFleet(FaultTolerantFleet):
         self.group.leave_round(self.faults.epoch)
 
     def stats(self) -> dict[str, Any]:
-        taken, given = self.rows_received.tolist(), self.rows_sent.tolist()
+        taken, given = self.moves.rows_received.tolist(), self.moves.rows_sent.tolist()
         return {
             "steps": self.steps.last,
             "failed_steps": self.failed_steps,
             "tokens": self.tokens_sent,
-            "tokens_per_expert": self.expert_rows.tolist(),
+            "tokens_per_expert": self.moves.tokens_per_expert(),
             "rows_received": taken,
             "rows_sent": given,
-            "bytes_received": row_bytes(self.params, there=taken, back=given),
-            "bytes_sent": row_bytes(self.params, there=given, back=taken),
+            "bytes_received": row_bytes(self.row_format, there=taken, back=given),
+            "bytes_sent": row_bytes(self.row_format, there=given, back=taken),
             "waited_s": list(self.group.waiter.waited_s),
             "bad_ids": 0,
+            "native": self.moves.in_c,
         }
 
     def _require_built(self) -> None:

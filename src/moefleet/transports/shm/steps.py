@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from ...errors import MoEEpPeerError, config_error
+from ...fleet.stepping import blame
 from ...substrate.control import SETS, TOKENS_AT, Header, Operation, State, Word
 from ...substrate.faults import FaultState
 from ...substrate.futex import fence, full_fence
 from ...substrate.group import HostGroup
 from ...substrate.rowtypes import code_name
 from .layout import SegmentLayout
+from .quick import QuickFlags
 
 _STATE, _STEP, _OPERATION, _FAILED = map(int, (Word.STATE, Word.STEP, Word.OPERATION, Word.FAILED))
 _WAITING_ON, _COMBINING = int(Word.WAITING_ON), int(Word.COMBINING)
@@ -23,9 +25,14 @@ class Steps:
     dispatch of ``s + 2``, so they had finished reading those of ``s``. Where step ``s`` failed, that argument does not
     hold, and the peers' CLOSED flags are waited for instead. A rank that the others went on without can still be
     reading; it finds that out by :meth:`overtaken`.
+
+    Args:
+        group, faults, generation: shared memory, accusations, and the number of this set of ranks.
+        quick: what is asked first, where the helper in C is there.
     """
 
-    def __init__(self, group: HostGroup, faults: FaultState, generation: int) -> None:
+    def __init__(self, group: HostGroup, faults: FaultState, generation: int, quick: QuickFlags | None = None) -> None:
+        self._quick = quick
         self._group, self._faults, self._generation = group, faults, generation
         rank, world = group.rank, group.world_size
         self._others = [(rank + away) % world for away in range(1, world)]
@@ -74,6 +81,8 @@ class Steps:
         group, faults = self._group, self._faults
         words, mine = group.words, group.blocks[group.rank]
         words[mine + _OPERATION], words[mine + _WAITING_ON] = operation, 0
+        if self._quick is not None:
+            return self._quick.commit(operation, step, tokens, topk, dtype)
         header = Header(
             self._generation, faults.epoch, step, operation, tokens, topk, dtype, False, 0, "", faults.trusted
         )
@@ -96,8 +105,11 @@ class Steps:
         group, rank = self._group, self._group.rank
         memory, words, blocks = group.memory, group.words, group.blocks
         taking = among & self._faults.trusted
+        if self._quick is not None and (came := self._quick.collect(operation, step, taking)) is not None:
+            return came, taking | 1 << rank
         peers = [peer for peer in self._others if taking >> peer & 1]
-        lost = group.waiter.wait(peers, operation, step)
+        spun_s = 0.0 if self._quick is None else self._quick.spin_s
+        lost = group.waiter.wait(peers, operation, step, spun_s=spun_s)
         given_up = _FAILED + step % SETS
         for peer in peers:
             if 4 * step < words[blocks[peer] + given_up] <= 4 * step + operation:
@@ -191,8 +203,7 @@ class Steps:
         """
         if step not in self.open or self._group.closed:
             return
-        origin = error.rank if isinstance(error, MoEEpPeerError) and error.rank >= 0 else self._group.rank
-        reason = getattr(error, "reason", "") or str(error)
+        origin, reason = blame(error, self._group.rank)
         waiter = self._group.waiter
         waiter.publish(Word.STATE, State.FAILED_STEP)
         phases = (Operation.DISPATCH, Operation.COMBINE)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch.distributed import PrefixStore
 
+from ... import native
 from ...config import BootstrapConfig, FleetParams, ShmConfig
 from ...fleet.agreement import Agreement
 from ...fleet.rendezvous import Meeting
+from ...fleet.tolerance import silence_s
 from ...knobs import FleetAlgoKnobFaultTolerance
 from ...placement import Placement
 from ...substrate.faults import FaultState
 from ...substrate.group import HostGroup
 from ...substrate.routes import Ints
 from .buffers import Buffers
+from .compiled import NativeInbox, NativeMoves
 from .layout import SegmentLayout
+from .moves import Moves
+from .portable import PortableInbox, PortableMoves
+from .quick import QuickFlags
 from .steps import Steps
-
-DEFAULT_SILENCE_MS = 2000
-"""How long a peer may be silent where the fault-tolerance knob says ``timeout_ms=0``."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,8 @@ class Topology:
         meeting: where the ranks met; its store is this topology's.
         bootstrap, placement: who this rank is and where experts are.
         faults, group, steps, buffers: accusations, shared memory, sequence, views.
+        moves: what a step does over them.
         agreement: what the ranks decide together; ``None`` without fault tolerance.
-        local_table: int64 ``[E+1]``: this rank's local index of an expert, or -1; the last entry is for id -1.
         owner_table: int64 ``[E+1]``: the rank that holds an expert, or -1.
     """
 
@@ -42,9 +46,9 @@ class Topology:
     faults: FaultState
     group: HostGroup
     steps: Steps
-    buffers: Buffers
+    buffers: Buffers[Any]
+    moves: Moves[Any]
     agreement: Agreement | None
-    local_table: Ints
     owner_table: Ints
 
     @classmethod
@@ -57,20 +61,21 @@ class Topology:
         tolerance: FleetAlgoKnobFaultTolerance | None,
     ) -> Topology:
         """Together with the other ranks of the meeting."""
-        silence_ms = None if tolerance is None else tolerance.timeout_ms or DEFAULT_SILENCE_MS
+        library = native.library()  # first: nobody waits for this rank while it compiles
         bootstrap, rank, world = meeting.bootstrap, meeting.rank, meeting.world_size
         layout = SegmentLayout.of(params, world)
-        faults = FaultState(rank, world, tolerant=silence_ms is not None)
+        faults = FaultState(rank, world, tolerant=tolerance is not None)
         group = HostGroup(
             rank,
             world,
             size=layout.size,
             align=layout.align,
             exchange=meeting.exchange,
+            look=meeting.look,
             incarnation=meeting.incarnation,
             spin_s=None if config.spin_us is None else config.spin_us * 1e-6,
             timeout_s=bootstrap.timeout_s,
-            silence_s=bootstrap.timeout_s if silence_ms is None else silence_ms / 1000,
+            silence_s=silence_s(tolerance, bootstrap.timeout_s),
             faults=faults,
         )
         agreement = None
@@ -88,17 +93,28 @@ class Topology:
             except BaseException:
                 group.close()
                 raise
+        owners = np.append(placement.owner_table.numpy(), -1)  # the last entry is for id -1
+        buffers: Buffers[Any]
+        moves: Moves[Any]
+        quick = None
+        if library is None:
+            buffers = Buffers.over(group, layout, params, placement.num_local(rank), PortableInbox)
+            moves = PortableMoves(params, placement, rank, owners, buffers)
+        else:
+            buffers = Buffers.over(group, layout, params, placement.num_local(rank), NativeInbox)
+            moves = in_c = NativeMoves(params, placement, rank, owners, library, group.range, layout)
+            quick = QuickFlags(library, in_c.address, group.waiter, faults, meeting.generation)
         return cls(
             meeting,
             bootstrap,
             placement,
             faults,
             group,
-            Steps(group, faults, meeting.generation),
-            Buffers.over(group, layout, params, placement.num_local(rank)),
+            Steps(group, faults, meeting.generation, quick),
+            buffers,
+            moves,
             agreement,
-            np.append(placement.local_table(rank).numpy(), -1),
-            np.append(placement.owner_table.numpy(), -1),
+            owners,
         )
 
     def live_owner_table(self) -> Ints:

@@ -1,0 +1,275 @@
+/* What a step does with routing and rows: five movements between a rank's own memory and the segments of all. Peers'
+   numbers are taken within bounds: memory of a peer that a step went on without may change while it is read. */
+
+#include "moefleet.h"
+
+#include <string.h>
+
+static char *segment(const Fleet *fleet, int64_t rank)
+{
+    return fleet->base + rank * fleet->stride;
+}
+
+/* What a table of E + 1 entries says of an id. The last entry is for everything that is no expert. */
+static int64_t looked_up(const int64_t *table, int32_t id, int64_t experts)
+{
+    return table[(uint32_t)id < (uint64_t)experts ? id : experts];
+}
+
+/* Put this rank's tokens, scales and routing where all can read them. */
+void moefleet_store(Fleet *fleet, int64_t set, int64_t count, const char *tokens, int64_t pitch, const char *scales,
+                    int64_t scale_pitch, const int32_t *ids, const float *weights, int64_t topk)
+{
+    char *mine = segment(fleet, fleet->rank);
+    char *to = mine + fleet->tokens[set];
+    int64_t bytes = fleet->row_bytes, slots = count * topk;
+    int stream = streams(fleet, count * bytes, to);
+    for (int64_t t = 0; t < count; t++)
+        copy_row(to + t * bytes, tokens + t * pitch, tokens + (t + (t + 1 < count)) * pitch, bytes, stream);
+    if (scales)
+        for (int64_t t = 0; t < count; t++)
+            memcpy(mine + fleet->scales[set] + t * fleet->scale_bytes, scales + t * scale_pitch,
+                   (size_t)fleet->scale_bytes);
+    int32_t *their_ids = (int32_t *)(void *)(mine + fleet->ids[set]);
+    if (slots) {
+        memcpy(their_ids, ids, (size_t)slots * 4);
+        memcpy(mine + fleet->weights[set], weights, (size_t)slots * 4);
+    }
+    for (int64_t slot = slots; slot < fleet->used[set]; slot++)
+        their_ids[slot] = -1;
+    fleet->used[set] = slots;
+    stream_fence(stream);
+}
+
+/* A row's local experts, -1 where one is elsewhere. Returns whether any is here. */
+static int look_up(const Fleet *fleet, const int32_t *ids, int64_t topk, int64_t *local)
+{
+    int64_t all = -1; /* negative while all are */
+    for (int64_t k = 0; k < topk; k++)
+        all &= local[k] = looked_up(fleet->local, ids[k], fleet->experts);
+    return all >= 0;
+}
+
+/* Sort the experts that a row has here, each once with the sum of its weights, and note where the row goes. */
+static int64_t enter(const Fleet *fleet, Inbox *inbox, const float *weights, int64_t topk, int64_t entries)
+{
+    int64_t found = 0;
+    for (int64_t k = 0; k < topk; k++) {
+        int64_t expert = inbox->local[k], at = found;
+        if (expert < 0)
+            continue;
+        while (at > 0 && inbox->expert[at - 1] >= expert)
+            at--;
+        if (at == found || inbox->expert[at] != expert) {
+            for (int64_t i = found; i > at; i--) {
+                inbox->expert[i] = inbox->expert[i - 1];
+                inbox->sum[i] = inbox->sum[i - 1];
+            }
+            inbox->expert[at] = expert;
+            inbox->sum[at] = 0.0;
+            found++;
+        }
+        inbox->sum[at] += weights[k];
+    }
+    for (int64_t i = 0; i < found; i++) {
+        int64_t expert = inbox->expert[i];
+        inbox->position[entries + i] = expert * fleet->block + inbox->counts[expert]++;
+        inbox->weight[entries + i] = (float)inbox->sum[i];
+        inbox->expert_rows[expert]++;
+    }
+    return found;
+}
+
+/* Show a row's routing at its place: local experts, and weights where there is one. */
+static void show(Inbox *inbox, const float *weights, int64_t topk, int64_t place)
+{
+    for (int64_t k = 0; k < topk; k++) {
+        int64_t expert = inbox->local[k];
+        inbox->ids[place * topk + k] = expert;
+        inbox->weights[place * topk + k] = expert < 0 ? 0.0f : weights[k];
+        if (expert >= 0)
+            inbox->expert_rows[expert]++;
+    }
+}
+
+/* Take away what a block shows from an earlier step past its present rows. */
+static void hide(Inbox *inbox, int64_t topk, int64_t block, int64_t first, int64_t count)
+{
+    for (int64_t slot = (first + count) * topk; slot < (first + inbox->shown[block]) * topk; slot++) {
+        inbox->ids[slot] = -1;
+        inbox->weights[slot] = 0.0f;
+    }
+    inbox->shown[block] = count;
+}
+
+/* Find the rows that are for this rank, and all about them but the rows themselves.
+
+   tokens: [W] tokens of each rank, 0 for who is absent. Returns how many rows arrive; in FLAT that may be more than
+   there is room for, and then no more is shown than fits. */
+int64_t moefleet_arrive(const Fleet *fleet, Inbox *inbox, int64_t set, const int64_t *tokens, int64_t topk)
+{
+    int64_t taken = 0, entries = 0;
+    int expert_major = fleet->layout == EXPERT_MAJOR;
+    memset(inbox->expert_rows, 0, (size_t)fleet->locals * 8);
+    if (expert_major)
+        memset(inbox->counts, 0, (size_t)fleet->locals * 4);
+    for (int64_t source = 0; source < fleet->world; source++) {
+        const char *theirs = segment(fleet, source);
+        const int32_t *ids = (const int32_t *)(const void *)(theirs + fleet->ids[set]);
+        const float *weights = (const float *)(const void *)(theirs + fleet->weights[set]);
+        int64_t count = tokens[source] < fleet->most ? tokens[source] : fleet->most, first = taken;
+        inbox->bounds[source] = first;
+        for (int64_t t = 0; t < count; t++, ids += topk, weights += topk) {
+            if (!look_up(fleet, ids, topk, inbox->local))
+                continue;
+            inbox->token[taken] = (int32_t)t;
+            if (expert_major) {
+                inbox->bag[taken] = entries;
+                entries += enter(fleet, inbox, weights, topk, entries);
+            } else if (fleet->layout == RANK_MAJOR) {
+                show(inbox, weights, topk, source * fleet->block + taken - first);
+            } else if (taken < fleet->block) {
+                show(inbox, weights, topk, taken);
+            }
+            taken++;
+        }
+        if (fleet->layout == RANK_MAJOR) {
+            inbox->counts[source] = (int32_t)(taken - first);
+            hide(inbox, topk, source, source * fleet->block, taken - first);
+        }
+    }
+    inbox->bounds[fleet->world] = inbox->total = taken;
+    if (expert_major)
+        inbox->bag[taken] = entries;
+    if (fleet->layout == FLAT) {
+        int64_t fits = taken < fleet->block ? taken : fleet->block;
+        inbox->counts[0] = (int32_t)fits;
+        hide(inbox, topk, 0, 0, fits);
+    }
+    return taken;
+}
+
+/* Copy rows (or scales) of all sources to their places: each is read once. */
+static void gather(const Fleet *fleet, const Inbox *inbox, int64_t from, char *to, int64_t bytes, int stream)
+{
+    for (int64_t source = 0; source < fleet->world; source++) {
+        const char *rows = segment(fleet, source) + from;
+        int64_t first = inbox->bounds[source], end = inbox->bounds[source + 1];
+        int64_t block = fleet->layout == RANK_MAJOR ? source * fleet->block - first : 0;
+        for (int64_t i = first; i < end; i++) {
+            const char *row = rows + inbox->token[i] * bytes;
+            const char *next = rows + inbox->token[i + (i + 1 < end)] * bytes;
+            if (fleet->layout != EXPERT_MAJOR) {
+                copy_row(to + (block + i) * bytes, row, next, bytes, stream);
+                continue;
+            }
+            for (int64_t e = inbox->bag[i]; e < inbox->bag[i + 1]; e++)
+                copy_row(to + inbox->position[e] * bytes, row, e + 1 < inbox->bag[i + 1] ? row : next, bytes, stream);
+        }
+    }
+}
+
+/* Bring the rows that arrived, which must fit, and count them. */
+void moefleet_gather(Fleet *fleet, const Inbox *inbox, int64_t set)
+{
+    int64_t rows = fleet->layout == EXPERT_MAJOR ? inbox->bag[inbox->total] : inbox->total;
+    int stream = streams(fleet, rows * fleet->row_bytes, inbox->rows);
+    gather(fleet, inbox, fleet->tokens[set], inbox->rows, fleet->row_bytes, stream);
+    if (fleet->scale_bytes)
+        gather(fleet, inbox, fleet->scales[set], inbox->scales, fleet->scale_bytes, 0);
+    stream_fence(stream);
+    for (int64_t source = 0; source < fleet->world; source++)
+        fleet->rows_received[source] += inbox->bounds[source + 1] - inbox->bounds[source];
+    for (int64_t expert = 0; expert < fleet->locals; expert++)
+        fleet->expert_rows[expert] += inbox->expert_rows[expert];
+}
+
+/* Put the experts' rows where their tokens' ranks find them: in EXPERT_MAJOR the weighted sum of each token's. */
+void moefleet_give(const Fleet *fleet, const Inbox *inbox, int64_t set, int64_t type, const char *rows, int64_t pitch)
+{
+    char *mine = segment(fleet, fleet->rank), *to = mine + fleet->combined[set];
+    int64_t *starts = (int64_t *)(void *)(mine + fleet->offsets[set]), *counts = starts + fleet->world;
+    int64_t bytes = fleet->row_bytes;
+    int stream = streams(fleet, inbox->total * bytes, to);
+    for (int64_t source = 0; source < fleet->world; source++) {
+        int64_t first = inbox->bounds[source];
+        counts[source] = inbox->bounds[source + 1] - first;
+        starts[source] = fleet->layout == RANK_MAJOR ? source * fleet->block : first;
+    }
+    if (fleet->layout == EXPERT_MAJOR) {
+        const char *terms[fleet->topk];
+        for (int64_t i = 0; i < inbox->total; i++) {
+            int64_t first = inbox->bag[i], count = inbox->bag[i + 1] - first;
+            for (int64_t e = 0; e < count; e++)
+                terms[e] = rows + inbox->position[first + e] * pitch;
+            sum_rows((int)type, to + i * bytes, terms, inbox->weight + first, count, fleet->hidden, 0, stream);
+        }
+    } else if (rows != to) {
+        for (int64_t source = 0; source < fleet->world; source++)
+            for (int64_t i = starts[source]; i < starts[source] + counts[source]; i++)
+                copy_row(to + i * bytes, rows + i * pitch, rows + (i + 1) * pitch, bytes, stream);
+    }
+    stream_fence(stream);
+}
+
+/* The ranks that serve a token, as bits. */
+static void servers(const Fleet *fleet, const int32_t *ids, int64_t topk, uint64_t *bits)
+{
+    memset(bits, 0, MAX_RANKS / 8);
+    for (int64_t k = 0; k < topk; k++) {
+        int64_t rank = looked_up(fleet->owner, ids[k], fleet->experts);
+        if (rank >= 0)
+            bits[rank >> 6] |= 1ull << (rank & 63);
+    }
+}
+
+/* Sum what all ranks made of this rank's tokens into `to` [T, H].
+
+   present: who took part, as bits; checked: leave out also ranks that served other tokens than ours, that is, took us
+   for missing. Returns how many those are. */
+int64_t moefleet_sum(Fleet *fleet, int64_t set, int64_t type, const int32_t *ids, int64_t count, int64_t topk,
+                     const uint8_t *present, int64_t checked, char *to)
+{
+    int64_t due[MAX_RANKS] = {0}, start[MAX_RANKS], done[MAX_RANKS] = {0}, unserved = 0;
+    uint8_t taken[MAX_RANKS];
+    uint64_t bits[MAX_RANKS / 64];
+    int64_t world = fleet->world, words = (world + 63) / 64, bytes = fleet->row_bytes;
+    int stream = streams(fleet, count * bytes, to);
+    for (int64_t t = 0; t < count; t++) {
+        servers(fleet, ids + t * topk, topk, bits);
+        for (int64_t word = 0; word < words; word++)
+            for (uint64_t left = bits[word]; left; left &= left - 1)
+                due[64 * word + __builtin_ctzll(left)]++;
+    }
+    for (int64_t rank = 0; rank < world; rank++) {
+        const int64_t *offsets = (const int64_t *)(const void *)(segment(fleet, rank) + fleet->offsets[set]);
+        int here = present[rank >> 3] >> (rank & 7) & 1;
+        int skipped = here && checked && offsets[world + fleet->rank] != due[rank];
+        start[rank] = offsets[fleet->rank];
+        unserved += skipped;
+        taken[rank] = here && !skipped && start[rank] >= 0 && start[rank] <= fleet->home_rows - due[rank];
+        if (taken[rank])
+            fleet->rows_sent[rank] += due[rank];
+    }
+    for (int64_t t = 0; t < count; t++) {
+        const char *terms[MAX_RANKS];
+        int64_t found = 0;
+        servers(fleet, ids + t * topk, topk, bits);
+        for (int64_t word = 0; word < words; word++)
+            for (uint64_t left = bits[word]; left; left &= left - 1) {
+                int64_t rank = 64 * word + __builtin_ctzll(left);
+                int64_t row = start[rank] + done[rank]++;
+                if (taken[rank])
+                    terms[found++] = segment(fleet, rank) + fleet->combined[set] + row * bytes;
+            }
+        sum_rows((int)type, to + t * bytes, terms, NULL, found, fleet->hidden, (int)fleet->ties_away, stream);
+    }
+    stream_fence(stream);
+    return unserved;
+}
+
+/* Sizes of what structs.py mirrors. */
+int64_t moefleet_sizes(int64_t which)
+{
+    return (int64_t)(which ? sizeof(Inbox) : sizeof(Fleet));
+}

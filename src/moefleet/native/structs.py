@@ -1,0 +1,82 @@
+"""The structs of ``moefleet.h``, field by field, and the calls with their arguments' types."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_char_p, c_double, c_int64, c_void_p
+
+SETS = 2
+
+_Each = c_int64 * SETS
+
+
+class FleetStruct(ctypes.Structure):
+    """All ranks' segments, and what never changes in a Fleet's life; see ``moefleet.h``."""
+
+    _fields_ = (
+        ("base", c_void_p), ("stride", c_int64),
+        ("rank", c_int64), ("world", c_int64), ("most", c_int64), ("topk", c_int64),
+        ("hidden", c_int64), ("row_bytes", c_int64), ("scale_bytes", c_int64),
+        ("experts", c_int64), ("locals", c_int64),
+        ("layout", c_int64), ("block", c_int64),
+        ("home_rows", c_int64),
+        ("ids", _Each), ("weights", _Each), ("offsets", _Each), ("scales", _Each), ("tokens", _Each),
+        ("combined", _Each),
+        ("used", _Each),
+        ("local", c_void_p),
+        ("owner", c_void_p),
+        ("rows_received", c_void_p), ("rows_sent", c_void_p), ("expert_rows", c_void_p),
+        ("stream_bytes", c_int64),
+        ("ties_away", c_int64),
+    )  # fmt: skip
+
+
+class InboxStruct(ctypes.Structure):
+    """Memory that a step's rows are received into, and how they are sorted; see ``moefleet.h``."""
+
+    _fields_ = tuple(
+        (name, c_void_p)
+        for name in ("rows", "scales", "counts", "ids", "weights", "shown")
+    ) + (("total", c_int64),) + tuple(
+        (name, c_void_p)
+        for name in ("bounds", "token", "bag", "position", "weight", "expert_rows", "local", "expert", "sum")
+    )  # fmt: skip
+
+
+CALLS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "store": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
+    "arrive": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p, c_int64)),
+    "gather": (None, (c_void_p, c_void_p, c_int64)),
+    "give": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64)),
+    "sum": (c_int64, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_char_p, c_int64, c_void_p)),
+    "commit": (c_int64, (c_void_p, *(c_int64,) * 9, c_char_p, c_int64)),
+    "collect": (c_int64, (c_void_p, *(c_int64,) * 5, c_char_p, c_double, c_void_p, c_void_p)),
+    "copy_rows": (
+        c_int64,
+        (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
+    ),
+    "sum_bags": (
+        c_int64,
+        (c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, *(c_int64,) * 3),
+    ),
+    "sizes": (c_int64, (c_int64,)),
+}
+"""What ``moefleet_<name>`` returns and takes; ``routes.c``, ``flags.c`` and ``bags.c`` say what it does."""
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Tell ctypes of all calls.
+
+    Raises:
+        OSError: the library was built from other sources than these.
+    """
+    for name, (result, arguments) in CALLS.items():
+        try:
+            call = getattr(library, f"moefleet_{name}")
+        except AttributeError as error:
+            raise OSError(f"it has no moefleet_{name}") from error
+        call.restype, call.argtypes = result, arguments
+    for which, struct in enumerate((FleetStruct, InboxStruct)):
+        if library.moefleet_sizes(which) != ctypes.sizeof(struct):
+            raise OSError(f"its {struct.__name__} has another size")
+    return library

@@ -1,0 +1,112 @@
+"""What a step does with routing and rows: five movements, behind one interface, in C or in numpy and torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Generic
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...config import FleetParams
+from ...placement import Placement
+from ...substrate.routes import Homecoming, Ints
+from .buffers import BufferSet, I
+
+
+class Routing:
+    """A handle's copy of its routing.
+
+    Args:
+        ids, weights: ``[T, K]`` of any integer and floating type.
+
+    Attributes:
+        ids, weights: int32 and float32 ``[T, K]``, the same memory for the handle's life.
+        ids_at, weights_at: their addresses.
+        back: where the sums will be, beside the owners of experts that this follows from; ``None``: not known yet.
+    """
+
+    def __init__(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        self.ids: npt.NDArray[np.int32] = np.empty(ids.shape, np.int32)
+        self.weights: npt.NDArray[np.float32] = np.empty(ids.shape, np.float32)
+        self.ids_at, self.weights_at = self.ids.ctypes.data, self.weights.ctypes.data
+        self.read(ids, weights)
+
+    def read(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Copy new routing of the same shape."""
+        self.ids[:], self.weights[:] = ids.numpy(), weights.numpy()
+        self.back: tuple[Ints, Homecoming] | None = None
+
+
+class Moves(ABC, Generic[I]):
+    """The movements between a rank's own tensors and the segments of all. Each takes the step's buffer set.
+
+    Args:
+        params, placement, rank: the Fleet's.
+        owners: int64 ``[E+1]``: the rank that holds an expert, or -1; the last entry is for id -1.
+
+    Attributes:
+        local: int64 ``[E+1]``: this rank's local index of an expert, or -1; the last entry is for id -1.
+        rows_received, rows_sent: int64 ``[W]``, since construction.
+    """
+
+    in_c: ClassVar[bool]
+    """Whether the compiled helper does the work."""
+
+    def __init__(self, params: FleetParams, placement: Placement, rank: int, owners: Ints) -> None:
+        world = placement.world_size
+        self._params, self._world, self._everybody = params, world, (1 << world) - 1
+        self.owners, self.local = owners, np.append(placement.local_table(rank).numpy(), -1)
+        self.rows_received, self.rows_sent = np.zeros(world, np.int64), np.zeros(world, np.int64)
+
+    @abstractmethod
+    def tokens_per_expert(self) -> list[int]:
+        """``[L]`` rows that each local expert was given since construction."""
+
+    def set_owners(self, owners: Ints) -> None:
+        """Who serves from now on: other ranks are masked now."""
+        self.owners = owners
+
+    @abstractmethod
+    def store(self, at: BufferSet, tokens: torch.Tensor, scales: torch.Tensor | None, routing: Routing) -> None:
+        """Put this rank's tokens ``[T, H]``, scales ``[T, any]`` and routing where all can read them."""
+
+    @abstractmethod
+    def arrive(self, at: BufferSet, inbox: I, tokens: list[int], present: int, topk: int) -> int:
+        """Find the rows that are for this rank, and say how many they are.
+
+        Args:
+            tokens: ``[W]`` of each rank, 0 for who is absent.
+            present: who takes part, as bits.
+        """
+
+    @abstractmethod
+    def gather(self, at: BufferSet, inbox: I, dtype: torch.dtype) -> None:
+        """Bring the rows that :meth:`arrive` found, which must fit, and count them."""
+
+    @abstractmethod
+    def give(self, at: BufferSet, inbox: I, rows: torch.Tensor) -> None:
+        """Put the experts' rows, of ``expert_tensors``' shape, where their tokens' ranks find them: in EXPERT_MAJOR
+        the weighted sum of each token's, elsewhere the rows themselves."""
+
+    @abstractmethod
+    def sum(
+        self,
+        at: BufferSet,
+        routing: Routing,
+        present: int,
+        dtype: torch.dtype,
+        out: torch.Tensor | None,
+        checked: bool,
+    ) -> tuple[torch.Tensor, bool]:
+        """Sum what all ranks made of this rank's tokens.
+
+        Args:
+            present: who took part, as bits.
+            out: ``[T, H]`` that may be written; the result may lie elsewhere all the same.
+            checked: leave out also ranks that served other tokens than ours, that is, took this rank for missing.
+
+        Returns:
+            ``[T, H]``, and whether there were such ranks.
+        """

@@ -1,0 +1,128 @@
+"""The flags of a healthy step in C: what they write is what Python reads; they give way where anything is unusual."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from moefleet import native
+from moefleet.native import FleetStruct
+from moefleet.substrate.control import Header, Operation, Word
+from moefleet.substrate.faults import FaultState
+from moefleet.substrate.waiting import Waiter
+from moefleet.transports.shm.layout import SegmentLayout
+from moefleet.transports.shm.quick import QuickFlags
+
+pytestmark = pytest.mark.skipif(not native.status().available, reason=f"no helper: {native.status().reason}")
+
+DISPATCH, COMBINE = Operation.DISPATCH, Operation.COMBINE
+SEGMENT = 1 << 13
+W, GENERATION = 3, 7
+
+
+@dataclass
+class Rank:
+    quick: QuickFlags
+    waiter: Waiter
+    faults: FaultState
+    struct: FleetStruct
+
+
+@pytest.fixture
+def memory() -> memoryview:
+    """All segments, of which only the front is used."""
+    return memoryview((ctypes.c_uint64 * (W * SEGMENT // 8))()).cast("B")
+
+
+@pytest.fixture
+def ranks(memory: memoryview) -> list[Rank]:
+    library, words = native.library(), memory.cast("Q")
+    assert library is not None
+    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    blocks, made = [rank * SEGMENT // 8 for rank in range(W)], []
+    for rank in range(W):
+        faults = FaultState(rank, W)
+        waiter = Waiter(words, base, blocks, rank, 0.05, 20.0, faults)
+        struct = FleetStruct(base=base, stride=SEGMENT, rank=rank, world=W)
+        made.append(
+            Rank(QuickFlags(library, ctypes.addressof(struct), waiter, faults, GENERATION), waiter, faults, struct)
+        )
+    return made
+
+
+def test_a_commit_is_what_python_writes(ranks: list[Rank], memory: memoryview) -> None:
+    ranks[1].faults.epoch, ranks[1].faults.accused = 5, 0b100
+    ranks[1].quick.commit(COMBINE, 9, tokens=11, topk=3, dtype=2)
+    at = SEGMENT + SegmentLayout.header(COMBINE, 9)
+    header = Header(GENERATION, 5, 9, COMBINE, 11, 3, 2, mask=0b011)
+    assert Header.read(memory, at) == header
+    plain = bytearray(SEGMENT)
+    header.write(memoryview(plain), 0)
+    assert bytes(memory[at : at + 200]) == bytes(plain[:200])
+    assert ranks[0].waiter.committed(1, COMBINE, 9) and not ranks[0].waiter.committed(1, DISPATCH, 9)
+
+
+def test_all_came(ranks: list[Rank]) -> None:
+    for number, rank in enumerate(ranks):
+        rank.quick.commit(DISPATCH, 2, tokens=10 + number, topk=3, dtype=2)
+    assert ranks[1].quick.collect(DISPATCH, 2, 0b111) == [10, 11, 12]
+    assert ranks[1].quick.collect(DISPATCH, 2, 0b110) == [0, 11, 12]
+    assert ranks[1].waiter.waited_s == [0.0] * W, "nobody was waited for"
+
+
+def test_who_is_late_is_waited_for_a_little(ranks: list[Rank]) -> None:
+    for rank in ranks[:2]:
+        rank.quick.commit(DISPATCH, 1, tokens=1, topk=3, dtype=2)
+    ranks[0].quick.spin_s = 0.01
+    assert ranks[0].quick.collect(DISPATCH, 1, 0b111) is None
+    assert ranks[0].waiter.waited_s[2] >= 0.01 and ranks[0].waiter.waited_s[1] == 0
+    ranks[0].quick.spin_s = 20.0
+
+    def come() -> None:
+        time.sleep(0.05)
+        ranks[2].quick.commit(DISPATCH, 1, tokens=2, topk=3, dtype=2)
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    assert ranks[0].quick.collect(DISPATCH, 1, 0b111) == [1, 1, 2], "ctypes lets the other thread run"
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    "change", [{"topk": 4}, {"dtype": 3}, {"epoch": 1}, {"accused": 0b001}, {"generation": 8}], ids=str
+)
+def test_whoever_differs_is_left_to_python(ranks: list[Rank], change: dict[str, int]) -> None:
+    ranks[0].quick.commit(DISPATCH, 1, tokens=1, topk=3, dtype=2)
+    ranks[1].quick.commit(DISPATCH, 1, tokens=1, topk=3, dtype=2)
+    ranks[2].quick._generation = change.get("generation", GENERATION)
+    ranks[2].faults.epoch, ranks[2].faults.accused = change.get("epoch", 0), change.get("accused", 0)
+    ranks[2].quick.commit(DISPATCH, 1, tokens=1, topk=change.get("topk", 3), dtype=change.get("dtype", 2))
+    assert ranks[0].quick.collect(DISPATCH, 1, 0b111) is None
+    assert ranks[0].quick.collect(DISPATCH, 1, 0b011) == [1, 1, 0]
+
+
+def test_a_step_that_somebody_gave_up_is_left_to_python(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.quick.commit(DISPATCH, 3, tokens=1, topk=3, dtype=2)
+    ranks[2].waiter.publish(Word.FAILED + 1, 4 * 3 + COMBINE)
+    assert ranks[0].quick.collect(DISPATCH, 3, 0b111) == [1, 1, 1], "dispatch went well"
+    for rank in ranks:
+        rank.quick.commit(COMBINE, 3, tokens=1, topk=0, dtype=2)
+    assert ranks[0].quick.collect(COMBINE, 3, 0b111) is None
+    assert ranks[0].quick.collect(COMBINE, 3, 0b011) == [1, 1, 0]
+
+
+def test_the_last_wakes_sleepers(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    woken = []
+    for number, rank in enumerate(ranks):
+        monkeypatch.setattr(rank.waiter, "wake_sleepers", lambda number=number: woken.append(number))
+    for number in (0, 2, 1):
+        ranks[number].quick.commit(DISPATCH, 1, tokens=1, topk=1, dtype=1)
+    assert woken == [1]
+    ranks[0].faults.accused = 0b100
+    ranks[0].quick.commit(DISPATCH, 2, tokens=1, topk=1, dtype=1)
+    assert woken == [1, 0], "who knows of a missing rank cannot count on the last one"
