@@ -1,14 +1,17 @@
 """Check nvlink on real GPUs against the reference: random problems, graphs, many steps, failures.
 
-    python benchmarks/gpu/check_nvlink.py [--world 2] [--quick | --tiny]
+    python benchmarks/gpu/check_nvlink.py [--world 2] [--quick | --tiny] [--only checks|random] [--random-steps 10000]
 
-Where ranks outnumber GPUs, set TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. Exits with 1 at the first difference.
+Ranks may outnumber GPUs; their kernels then take turns. Exits with 1 at the first difference.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import os
 import random
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -20,6 +23,9 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import random_steps
+from low_precision import low_precision
+
 from moefleet import (
     BootstrapConfig,
     CombineInputParams,
@@ -30,6 +36,7 @@ from moefleet import (
     MoEEpConfigError,
     MoEEpPeerError,
     MoEEpTimeoutError,
+    NVLinkConfig,
     create_fleet,
     reference,
 )
@@ -41,14 +48,18 @@ class Rank:
 
     def __init__(self, rank, world, port):
         self.rank, self.world = rank, world
+        self.begin = self.said = time.time()
+        torch.set_num_threads(max(1, min(4, os.cpu_count() // world)))
         torch.cuda.set_device(rank % torch.cuda.device_count())
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
         self.meetings = 0
 
-    def fleet(self, params, timeout_s=60.0):
+        self.config = NVLinkConfig(programs=8 if world > torch.cuda.device_count() else None)
+
+    def fleet(self, params, timeout_s=60.0, knobs=()):
         boot = BootstrapConfig(self.world, self.rank, tcp_store=self.store, device=self.device, timeout_s=timeout_s)
-        return create_fleet(boot, params, backend="nvlink")
+        return create_fleet(boot, params, knobs, backend=self.config)
 
     def meet(self):
         """A barrier over the store."""
@@ -58,9 +69,11 @@ class Rank:
             self.store.set(key + "/all", "1")
         self.store.wait([key + "/all"], timedelta(seconds=120))
 
-    def say(self, text):
-        if self.rank == 0:
-            print(text, flush=True)
+    def say(self, text, every_s=0.0):
+        """Print on rank 0, unless something was printed less than ``every_s`` ago."""
+        if self.rank == 0 and time.time() - self.said >= every_s:
+            self.said = time.time()
+            print(f"[{self.said - self.begin:5.1f} s] {text}", flush=True)
 
 
 def expert_rows(out, layout, first):
@@ -112,6 +125,7 @@ def random_problems(me, layout, quick, tiny):
             x = p.xs[me.rank].to(me.device)
             with fleet.create_handle(HandleParams(ids), [HandleAlgoKnobTopKWeights(weights)]) as handle:
                 got, y = step(handle, x, layout, first)
+            me.say(f"  {layout.name} H {hidden} {special}", every_s=5)
             want = reference.dispatch(p.xs, *p.routing, params, fill=float("nan"))
             check_dispatch(got, want[me.rank], (layout.name, special, number))
             rows = [expert_rows(w, layout, fleet.placement.first_slot(r)) for r, w in enumerate(want)]
@@ -171,6 +185,7 @@ def graphs(me, layout, rounds):
         first_y = y.clone()
         forward(lanes[which])
         assert torch.equal(first_y, y), (layout.name, number, which, float((first_y.float() - y.float()).abs().max()))
+        me.say(f"  {layout.name} graphs, round {number}", every_s=5)
         if number % 10 == 0:
             idle = torch.zeros(1, device=me.device)
             idle.copy_(torch.tensor([float(me.rank)]))
@@ -247,14 +262,14 @@ def failures(me, layout):
             me.meet()
             assert torch.equal(step(handle, x, layout, first)[1], want), (layout.name, "after a step that was left")
     fleet.checking = False
-    before = fleet.stats()["out_of_range_ids"]
+    before = fleet.stats()["bad_ids"]
     wild = ids.clone()
     wild[0, 0], wild[1, 1] = 8, -2
     handle.update(HandleParams(wild))
     y = step(handle, x, layout, first)[1]
     handle.update(HandleParams(torch.where((wild < 0) | (wild > 7), -1, wild)))
     assert torch.equal(y, step(handle, x, layout, first)[1]), (layout.name, "out-of-range ids")
-    assert fleet.stats()["out_of_range_ids"] == before + 2
+    assert fleet.stats()["bad_ids"] == before + 2
     fleet.destroy()
 
 
@@ -304,8 +319,20 @@ def departure(me):
     fleet.destroy()
 
 
-def body(rank, world, port, quick, tiny):
+def body(rank, world, port, a):
+    faulthandler.dump_traceback_later(a.stuck_after, exit=True)
     me = Rank(rank, world, port)
+    me.say(f"{world} ranks on {torch.cuda.device_count()} GPUs")
+    if a.only in ("", "checks"):
+        checks(me, a.quick, a.tiny)
+    if a.only in ("", "random") and a.random_steps:
+        random_steps.run(me, a.random_steps)
+    me.say(f"all checks passed, world {world}")
+    me.meet()
+
+
+def checks(me, quick, tiny):
+    world = me.world
     for layout in EpLayout:
         begin = time.time()
         number = random_problems(me, layout, quick, tiny)
@@ -317,18 +344,25 @@ def body(rank, world, port, quick, tiny):
         if world > 1:
             failures(me, layout)
         me.say(f"{layout.name}: halves, failures ok")
+        begin = time.time()
+        low_precision(me, layout, quick, tiny)
+        me.say(f"{layout.name}: fp8 rows, scales and quantisation in flight ok ({time.time() - begin:.1f} s)")
     if world > 1:
         departure(me)
         silence(me)
-    me.say(f"all checks passed, world {world}")
-    me.meet()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--port", type=int, default=29641)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="where ranks share GPUs, whose kernels then take turns")
+    parser.add_argument("--only", default="", choices=("checks", "random"))
+    parser.add_argument("--random-steps", type=int, default=2000)
+    parser.add_argument("--stuck-after", type=float, default=580, help="seconds until every rank shows where it is")
     a = parser.parse_args()
-    mp.spawn(body, (a.world, a.port, a.quick, a.tiny), nprocs=a.world)
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(body, (a.world, port, a), nprocs=a.world)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
+from .captured import CapturedForward
 from .config import BootstrapConfig, CommConfig, FleetParams, KernelConfig, MegaConfig, SplitConfig
 from .errors import MoEEpNotBuiltError, config_error
 from .fleet import Fleet, Handle, create_fleet
+from .fleet import Meeting as Meeting
 from .kernels import get_kernel
 from .knobs import FleetAlgoKnob, HandleAlgoKnobTopKWeights
 from .placement import Placement
@@ -46,6 +49,7 @@ class MoEEpLayer(nn.Module):
     ) -> None:
         super().__init__()
         self._watch: Watch | None = None
+        self._captures: WeakSet[CapturedForward] = WeakSet()
         comm, kernel = _split(backend)
         self.kernel = get_kernel(kernel)
         self._owns_fleet = fleet is None
@@ -75,13 +79,26 @@ class MoEEpLayer(nn.Module):
         """
         if self._watch is not None:
             return self._watched_forward(tensors, self._watch)
-        handle = self._route(tensors)
-        try:
-            arrived = handle.dispatch(_rows_of(tensors))
-            rows = self._compute(arrived, handle)
-            return handle.combine(CombineInputParams([rows], out=tensors.output)).x
-        finally:
-            handle.destroy()
+        with self._route(tensors) as handle:
+            return self._run(handle, tensors)
+
+    def capture(self, tensors: MoEEpTensors) -> CapturedForward:
+        """This layer's forward for ``T`` tokens as a CUDA graph, to be replayed any number of times.
+
+        All ranks call it together, each with its own ``T`` (0 too) and tensors of real numbers: a few forwards run
+        first, so that nothing is compiled in the capture. Captures of many sizes may live at once; they, and eager
+        forwards, may run in any order that all ranks keep. It ends with the layer, and when its weights are replaced
+        or the ranks of its Fleet change; :attr:`last_timings_ms` and the ranges do not see a replay.
+
+        Args:
+            tensors: copied, to be the first inputs; ``output``, where given, is the tensor that replays write.
+
+        Raises:
+            MoEEpNotBuiltError: a transport whose steps cannot be captured, such as all on CPUs.
+        """
+        captured = CapturedForward(self._fleet, tensors, self._route, self._run)
+        self._captures.add(captured)
+        return captured
 
     def enable_timing(self, enabled: bool = True) -> None:
         """Time each later forward, for :attr:`last_timings_ms`. A forward waits for nothing on that account."""
@@ -119,19 +136,27 @@ class MoEEpLayer(nn.Module):
         with watch.forward(tensors.hidden_states.device):
             with watch.phase("route"):
                 handle = self._route(tensors)
-            try:
+            with handle:
                 with watch.phase("dispatch"):
                     arrived = handle.dispatch(_rows_of(tensors))
                 with watch.phase("compute"):
                     rows = self._compute(arrived, handle)
                 with watch.phase("combine"):
                     return handle.combine(CombineInputParams([rows], out=tensors.output)).x
-            finally:
-                handle.destroy()
 
     def _route(self, tensors: MoEEpTensors) -> Handle:
         weights = HandleAlgoKnobTopKWeights(tensors.topk_weights)
         return self._fleet.create_handle(HandleParams(tensors.topk_ids), [weights])
+
+    def _run(self, handle: Handle, tensors: MoEEpTensors) -> Tensor:
+        arrived = handle.dispatch(_rows_of(tensors))
+        rows = self._compute(arrived, handle)
+        return handle.combine(CombineInputParams([rows], out=tensors.output)).x
+
+    def _end_captures(self, why: str) -> None:
+        for captured in list(self._captures):
+            captured.end(why)
+        self._captures.clear()
 
     def _compute(self, arrived: DispatchOutput, handle: Handle) -> Tensor:
         layout = self._fleet.params.resolved_layout
@@ -174,6 +199,7 @@ class MoEEpLayer(nn.Module):
             )
         else:
             ready = self.weights
+        self._end_captures("the Fleet's ranks changed")
         self._fleet.update_topology(bootstrap, placement=placement)
         self.weights = ready
 
@@ -184,6 +210,7 @@ class MoEEpLayer(nn.Module):
             MoEEpConfigError: weights that do not belong to this rank and Fleet; the old ones stay.
         """
         self.weights = self._prepared(weights, self._fleet.placement, self._fleet.bootstrap.rank)
+        self._end_captures("the layer's weights were replaced")
 
     def _prepared(self, weights: MoEWeights | None, placement: Placement, rank: int) -> MoEWeights | None:
         _check_local_count(weights, placement, rank)
@@ -191,7 +218,8 @@ class MoEEpLayer(nn.Module):
         return self.kernel.preprocess(weights)
 
     def destroy(self) -> None:
-        """Give the Fleet back if this layer built it. Idempotent; a shared Fleet is left alone."""
+        """Give the Fleet back if this layer built it. Idempotent; a shared Fleet is left alone. Captures end."""
+        self._end_captures("its layer was destroyed")
         if self._owns_fleet:
             self._fleet.destroy()
 

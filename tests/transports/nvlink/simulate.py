@@ -5,12 +5,14 @@ Programs run one after the other there, so all ranks send before any receives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from triton.runtime import interpreter
 
 from moefleet.config import EpLayout, FleetParams
+from moefleet.knobs import FleetAlgoKnob
 from moefleet.placement import Placement
 from moefleet.tensors import DispatchOutput
 from moefleet.transports.nvlink.engine import Engine, Grids
@@ -37,14 +39,20 @@ class World:
     """``W`` engines over one process's memory."""
 
     def __init__(
-        self, params: FleetParams, world: int, placement: Placement | None = None, grids: tuple[Grids, Grids] = GRIDS
+        self,
+        params: FleetParams,
+        world: int,
+        placement: Placement | None = None,
+        grids: tuple[Grids, Grids] = GRIDS,
+        knobs: tuple[FleetAlgoKnob, ...] = (),
+        **faults: bool,
     ) -> None:
         placement = placement or Placement.contiguous(params.num_experts, world)
-        shapes = [Geometry.of(params, placement, rank) for rank in range(world)]
+        shapes = [Geometry.of(params, placement, rank, knobs) for rank in range(world)]
         self.params = params
         self.memory = [torch.zeros(g.shared_bytes + 128, dtype=torch.uint8) for g in shapes]
         addresses = [-(-m.data_ptr() // 128) * 128 for m in self.memory]
-        self.engines = [Engine(g, torch.device("cpu"), addresses, *grids, timeout_s=1.0) for g in shapes]
+        self.engines = [Engine(g, torch.device("cpu"), addresses, *grids, timeout_s=1.0, **faults) for g in shapes]
         self.views = [OutputViews(engine) for engine in self.engines]
 
     def update(self, problem: Problem) -> list[torch.Tensor]:
@@ -56,7 +64,12 @@ class World:
         return slots
 
     def dispatch(
-        self, slots: list[torch.Tensor], problem: Problem, which: int = 0, skip: tuple[int, ...] = ()
+        self,
+        slots: list[torch.Tensor],
+        problem: Problem,
+        which: int = 0,
+        skip: tuple[int, ...] = (),
+        scales: Sequence[torch.Tensor] | None = None,
     ) -> list[DispatchOutput]:
         """Every rank's rows, then every rank's receipt, into output set ``which``; ranks in ``skip`` do nothing."""
         for send in (True, False):
@@ -65,8 +78,11 @@ class World:
                     output = engine.outputs[which]
                     if send:
                         output.rows.fill_(255)  # NaN
-                    engine.bind_dispatch(slot, x, problem.topk, output, send, not send)(0, x)
-        return [v.of(which, problem.xs[0].dtype, problem.topk) for v in self.views]
+                    given = () if scales is None else (scales[rank],)
+                    launch = engine.bind_dispatch(slot, x, problem.topk, output, send, not send, *given)
+                    launch(0, x, *given)
+        scale_dtype = None if scales is None else scales[0].dtype
+        return [v.of(which, problem.xs[0].dtype, problem.topk, scale_dtype) for v in self.views]
 
     def combine(
         self, slots: list[torch.Tensor], problem: Problem, rows: list[torch.Tensor], skip: tuple[int, ...] = ()

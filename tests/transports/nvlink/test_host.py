@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from moefleet import EpAlgorithm, EpLayout, FleetParams, MoEEpConfigError, NVLinkConfig, Placement, probe
+from moefleet import (
+    EpAlgorithm,
+    EpLayout,
+    FleetAlgoKnobQuantization,
+    FleetParams,
+    MoEEpConfigError,
+    NVLinkConfig,
+    Placement,
+    probe,
+)
+from moefleet.knobs import FleetAlgoKnob
 from moefleet.transports.nvlink import memory_bytes
 from moefleet.transports.nvlink.alarm import STICKY, Trouble, to_error, trouble_in
 from moefleet.transports.nvlink.geometry import Geometry
@@ -27,20 +39,42 @@ def test_high_throughput_memory_is_bounded() -> None:
     assert sizes["total"] < 2e9
 
 
+FP8 = (FleetAlgoKnobQuantization(frozenset({"FP8E4M3"})),)
+
+
+def test_scales_take_memory() -> None:
+    """Two sets of scales in shared memory and in what experts read; rows of fp8 there, of two bytes back."""
+    world, most, hidden = 2, 8, 256
+    params = FleetParams(4, most, hidden, layout=EpLayout.RANK_MAJOR, max_topk=2)
+    plain = memory_bytes(params, world)
+    scaled = memory_bytes(replace(params, scale_bytes_per_token=8), world)
+    quantised = memory_bytes(params, world, algo_knobs=FP8)
+    brought = memory_bytes(replace(params, dtype_bytes=1, scale_bytes_per_token=8), world)
+    rows = 2 * world * most  # of both sets
+    for kind in ("shared", "output"):
+        assert scaled[kind] - plain[kind] == rows * 8
+        assert quantised[kind] - plain[kind] == rows * (8 - hidden)
+        assert quantised[kind] == brought[kind]
+    flat = replace(params, algorithm=EpAlgorithm.HIGH_THROUGHPUT, layout=EpLayout.FLAT)
+    assert memory_bytes(flat, world, algo_knobs=FP8)["shared"] - memory_bytes(flat, world)["shared"] == rows * 8
+
+
 @pytest.mark.parametrize("layout", list(EpLayout), ids=lambda layout: layout.name.lower())
-def test_regions_do_not_overlap(layout: EpLayout) -> None:
+@pytest.mark.parametrize("knobs", [(), FP8], ids=["plain", "fp8"])
+def test_regions_do_not_overlap(layout: EpLayout, knobs: tuple[FleetAlgoKnob, ...]) -> None:
     high = layout is EpLayout.FLAT
     params = FleetParams(
         7, 5, 3, 4, EpAlgorithm.HIGH_THROUGHPUT if high else EpAlgorithm.LOW_LATENCY, layout, max_topk=3
     )
     placement = Placement.contiguous(7, 3)
-    shared = {Geometry.of(params, placement, rank).shared for rank in range(3)}
+    shared = {Geometry.of(params, placement, rank, knobs).shared for rank in range(3)}
     assert len(shared) == 1, "peers compute one another's addresses"
     places = next(iter(shared))
-    starts = sorted(set(places[3:]))
+    starts = sorted(set(places[places._fields.index("head_flag") :]))
     assert starts[0] == 0 and all(start % 128 == 0 for start in starts)
     assert places.set_bytes >= places.rows + 3 * 5 * 3 * 4
     assert (places.rows == places.back) == high
+    assert places.region == (5 if not (high and knobs) else 4 * 5), "a source's rows stay in its own part"
 
 
 @pytest.mark.parametrize("trouble", list(Trouble), ids=lambda trouble: trouble.name)

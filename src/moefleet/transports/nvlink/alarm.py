@@ -5,10 +5,12 @@ from __future__ import annotations
 import enum
 
 from ...errors import MoEEpConfigError, MoEEpError, MoEEpPeerError, MoEEpTimeoutError, config_error
+from ...substrate.rowtypes import code_name
 
 
 class Trouble(enum.IntEnum):
-    """Low byte of the word; above it 16 bits of rank, then a step or (OVERFLOW) rows."""
+    """Low byte of the word; above it 16 bits of rank, then a step, rows (OVERFLOW), rows and above 20 bits of them
+    those that were announced (UNEXPECTED), or 8 bits of K (0 in combine), 8 of a row code and a step (MISMATCH)."""
 
     TIMEOUT_DISPATCH = 1
     TIMEOUT_COMBINE = 2
@@ -16,6 +18,7 @@ class Trouble(enum.IntEnum):
     MISMATCH = 4
     OVERFLOW = 5
     PEER_GONE = 6
+    UNEXPECTED = 16
 
 
 STICKY = (Trouble.TIMEOUT_DISPATCH, Trouble.TIMEOUT_COMBINE)
@@ -46,10 +49,17 @@ def to_error(word: int, capacity: int, timeout_s: float) -> MoEEpError:
             f"rank {rank} destroyed its Fleet before step {number}; build another Fleet", rank=rank, reason="it ended"
         )
     if trouble is Trouble.MISMATCH:
+        topk, rows = number & 0xFF, code_name(number >> 8 & 0xFF)
+        theirs = f"K = {topk} and {rows}" if topk else f"{rows} for combine"
         return MoEEpPeerError(
-            f"rank {rank} brought another K or row type to step {number}; a step has one K and one row type",
+            f"rank {rank} brought {theirs} to step {number >> 16}; a step has one K and one row type on each way",
             rank=rank,
-            reason="another K or row type",
+            reason=theirs,
+        )
+    if trouble is Trouble.UNEXPECTED:
+        arrived, announced = number & 0xFFFFF, number >> 20 & 0xFFFFF
+        return config_error(
+            "HandleAlgoKnobNumReceivedTokens.target", announced, f"the {arrived} that arrived on rank {rank}"
         )
     assert trouble is Trouble.OVERFLOW
     return _overflow(number, capacity, rank)

@@ -12,16 +12,19 @@ import torch
 
 from ...config import EpLayout, NVLinkConfig, resolve_device
 from ...errors import MoEEpError, config_error
-from ...fleet.base import Fleet, FleetSpec
+from ...fleet.base import FleetSpec
 from ...fleet.limits import Limits
 from ...fleet.registry import Capability, register_fleet
-from ...knobs import FleetAlgoKnob, HandleAlgoKnob
+from ...fleet.rendezvous import Meeting
+from ...fleet.tolerance import FaultTolerantFleet
+from ...knobs import FP8E4M3, FleetAlgoKnob, FleetAlgoKnobQuantization, HandleAlgoKnob
+from ...placement import Placement
 from ...substrate.rowtypes import DTYPES
-from ...substrate.symmetric import SymmetricMemory
 from ...tensors import HandleParams
 from .alarm import STICKY, to_error, trouble_in
-from .geometry import CONTROL, Geometry
+from .geometry import CONTROL
 from .steps import Steps
+from .topology import Topology
 
 if TYPE_CHECKING:
     from .engine import Grids
@@ -30,17 +33,19 @@ if TYPE_CHECKING:
 MOST_TOGETHER = 8
 """Programs to a multiprocessor, at most."""
 
+FEATURES = frozenset({"halves", "graphs", "fault_tolerance"})
+
 LIMITS = Limits(
     device_types=frozenset({"cuda"}),
     layouts=frozenset(EpLayout),
     dtype_bytes=frozenset(DTYPES),
     max_world_size=64,
-    scales=False,
+    quants=frozenset({FP8E4M3}),
 )
 
 
 @register_fleet("nvlink")
-class NVLinkFleet(Fleet):
+class NVLinkFleet(FaultTolerantFleet):
     """GPUs of one NVLink domain. See the package docstring for how rows move, ``memory_bytes`` for what it takes.
 
     Attributes: ``checking``, whether MOEFLEET_CHECK is set.
@@ -48,9 +53,11 @@ class NVLinkFleet(Fleet):
     An error that a kernel meets (a rank that does not come, fails, or brings other sizes; too many rows) is raised by
     the next call of this rank that looks, without a wait for the GPU; with ``MOEFLEET_CHECK=1`` each dispatch and
     combine waits and raises its own.
+
+    With fault tolerance ``query_fault`` says what has reached the host so far: look after the step's output has.
     """
 
-    knobs: ClassVar[frozenset[type[FleetAlgoKnob]]] = frozenset()
+    knobs: ClassVar[frozenset[type[FleetAlgoKnob]]] = FaultTolerantFleet.knobs | {FleetAlgoKnobQuantization}
 
     @classmethod
     def probe(cls) -> Capability:
@@ -63,38 +70,37 @@ class NVLinkFleet(Fleet):
             return Capability(False, reason, limits=LIMITS)
         from ...substrate.sockets import namespace_id
 
-        return Capability(True, features=frozenset({"halves", "graphs"}), limits=LIMITS, domain=namespace_id())
+        return Capability(True, features=FEATURES, limits=LIMITS, domain=namespace_id())
 
     def __init__(self, spec: FleetSpec) -> None:
         super().__init__(spec)
-        from .engine import Engine
-        from .outputs import OutputViews
-
-        boot, meeting = self.bootstrap, spec.meeting
-        device = resolve_device(boot)
+        device = resolve_device(self.bootstrap)
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self.row_dtypes = DTYPES[self.params.dtype_bytes]
-        self.failed_steps = 0
         self._closed, self._last_stream = False, None
         self.checking = os.environ.get("MOEFLEET_CHECK", "") not in ("", "0")
-        config = spec.config if isinstance(spec.config, NVLinkConfig) else NVLinkConfig()
-        self.geometry = Geometry.of(self.params, self.placement, boot.rank)
-        with torch.cuda.device(self.device):
-            grids = _grids(self.params.resolved_layout, config, self.device)
-            self.memory = SymmetricMemory.allocate(
-                self.geometry.shared_bytes,
-                self.device,
-                rank=boot.rank,
-                world_size=boot.world_size,
-                store=_prefixed(meeting.store),
-                name=f"moefleet-{os.getpid() if boot.world_size == 1 else meeting.fleet_id}",
-            )
-            self.engine = Engine(self.geometry, self.device, self.memory.addresses, *grids, boot.timeout_s)
-            self._spare = self.engine.new_slot()
-            torch.cuda.synchronize(self.device)
-        self.views = OutputViews(self.engine)
-        self.steps = Steps(self._give_up)
-        meeting.exchange("nvlink/ready", dict)
+        self._enter(self._build(spec.meeting, self.placement))
+
+    def _build(self, meeting: Meeting, placement: Placement) -> Topology:
+        config = self.spec.config if isinstance(self.spec.config, NVLinkConfig) else NVLinkConfig()
+        grids = _grids(self.params.resolved_layout, config, self.device)
+        return Topology.build(meeting, self.spec, placement, self.device, grids, self.tolerance)
+
+    def _enter(self, topology: Topology) -> None:
+        """From now on steps run over this topology."""
+        from .outputs import OutputViews
+
+        self._topology, self.generation = topology, topology.generation
+        self.bootstrap, self.placement = topology.bootstrap, topology.placement
+        self.faults, self.agreement = topology.faults, topology.agreement
+        self.geometry, self.engine, self._reader = topology.geometry, topology.engine, topology.reader
+        self.views, self.steps = OutputViews(topology.engine), Steps(self._give_up)
+        self.failed_steps = self._bad_ids_raised = 0
+
+    def _retopologise(self, meeting: Meeting, placement: Placement) -> None:
+        old = self._topology
+        self._enter(self._build(meeting, placement))
+        old.close()
 
     def create_handle(self, params: HandleParams, algo_knobs: Sequence[HandleAlgoKnob] = ()) -> NVLinkHandle:
         from .handle import NVLinkHandle
@@ -112,37 +118,66 @@ class NVLinkFleet(Fleet):
         self._closed = True
         with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):  # a lost GPU is no reason to fail here
             if self.bootstrap.world_size > 1:
-                self.engine.depart(self.ordered_stream()[0])
+                stream, _ = self.ordered_stream()
+                for slot in self.steps.open_slots:  # peers wait for this rank's part of these
+                    self.engine.fail(slot, stream, fresh=False, wait=False)
+                self.engine.depart(stream)
             torch.cuda.synchronize(self.device)
-        del self.engine, self.views, self.memory, self._spare
+            self._reader.read(self._last_stream)
+        self._topology.close()
+        del self.engine, self.views, self._topology
 
     def stats(self) -> dict[str, Any]:
-        """``steps`` begun (those replayed from graphs too), ``failed_steps``, ``out_of_range_ids``, ``bytes`` of GPU
-        memory by kind. Waits for the GPU."""
-        control = self.engine.control.tolist()
+        """See :meth:`moefleet.fleet.Fleet.stats`; also ``memory_bytes`` of this GPU by kind.
+
+        Steps that graphs replay count too. ``tokens`` and ``rows_sent`` count steps that were combined. ``waited_s`` is
+        how long one program waited for each rank's header in dispatch and for its start of combine. Waits for this
+        Fleet's work on the GPU; while this thread captures a graph, the counts read last are given.
+        """
         kinds = self.geometry
         return {
-            "steps": control[CONTROL.launches] // self.engine.dispatch_grid.programs,
+            **self._reader.stats(self._last_stream),
             "failed_steps": self.failed_steps,
-            "out_of_range_ids": control[CONTROL.bad_ids],
-            "bytes": {"shared": kinds.shared_bytes, "output": kinds.output_bytes, "private": kinds.private_bytes},
+            "memory_bytes": {
+                "shared": kinds.shared_bytes,
+                "output": kinds.output_bytes,
+                "private": kinds.private_bytes,
+            },
         }
 
     def quiet(self) -> bool:
         """Whether there is nothing to raise: one look at two words."""
-        return not self._closed and not self.engine.alarm_word()
+        return not (self._closed or self.engine.alarm_word() or self.faults.evicted)
 
     def return_slot(self, slot: torch.Tensor) -> None:
         """Take a handle's slot back, for the next one."""
         if not self._closed:
             self.engine.return_slot(slot)
 
-    def require_alive(self) -> None:
-        """Raise what a kernel reported, or MoEEpError once the Fleet was destroyed."""
+    def _require_built(self) -> None:
         if self._closed:
             raise MoEEpError("this Fleet was destroyed; build another with create_fleet")
+
+    def require_alive(self) -> None:
+        """Raise what a kernel reported, or where no step can run: destroyed, or evicted."""
+        super().require_alive()
         if self.engine.alarm_word():
             self._raise_alarm(self.engine.alarm_word())
+
+    def require_replayable(self) -> None:
+        """As require_alive; also raise while a step is open, whose rows a replay could overwrite.
+
+        What is replayed next on the current stream comes after this Fleet's work on others.
+        """
+        self.require_alive()
+        if self.steps.open:
+            raise config_error(
+                "replay",
+                f"a captured step while steps {self.steps.open} are not combined",
+                "no open step",
+                "combine it (or destroy its handle) first",
+            )
+        self.ordered_stream()
 
     def check_now(self) -> None:
         """With MOEFLEET_CHECK=1: wait for the GPU and raise what this step met, out-of-range ids included."""
@@ -150,8 +185,8 @@ class NVLinkFleet(Fleet):
             return
         torch.cuda.synchronize(self.device)
         self.require_alive()
-        if bad := int(self.engine.control[CONTROL.bad_ids]):
-            self.engine.control[CONTROL.bad_ids] = 0
+        seen, self._bad_ids_raised = self._bad_ids_raised, int(self.engine.control[CONTROL.bad_ids])
+        if bad := self._bad_ids_raised - seen:
             allowed = f"-1 (no expert) to {self.params.num_experts - 1}"
             raise config_error("topk_ids", f"{bad} ids out of range", allowed, "check the router")
 
@@ -181,7 +216,7 @@ class NVLinkFleet(Fleet):
             if isinstance(slot, torch.Tensor):
                 self.engine.fail(slot, stream, fresh=False)
             else:
-                self.engine.fail(self._spare, stream, fresh=True)
+                self.engine.fail(self._topology.spare, stream, fresh=True)
 
     def _raise_alarm(self, word: int) -> None:
         if trouble_in(word) not in STICKY and not torch.cuda.is_current_stream_capturing():
@@ -189,13 +224,34 @@ class NVLinkFleet(Fleet):
         capacity = self.params.recv_capacity(self.bootstrap.world_size)
         raise to_error(word, capacity, self.bootstrap.timeout_s)
 
+    def _open_steps(self) -> int:
+        return len(self.steps.open)
+
+    def _settle(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._look_for_deaths()
+
+    def _look_for_deaths(self) -> None:
+        self._topology.look()
+
+    def _mask_changed(self) -> None:
+        self.engine.count_only(self.faults.active())
+        torch.cuda.synchronize(self.device)  # steps may run on any stream
+
+    def _last_step(self) -> int:
+        return self.engine.last_step
+
+    def _resume(self, step: int) -> None:
+        self.engine.resume(step, self.faults.epoch)
+        torch.cuda.synchronize(self.device)
+
+    def _leave_round(self) -> None:
+        self._topology.leave_round()
+
+    def _mask(self) -> torch.Tensor:
+        return self.engine.mask.clone()
+
     _last_stream: int | None
-
-
-def _prefixed(store: Any) -> Any:
-    import torch.distributed as dist
-
-    return dist.PrefixStore("nvlink", store)
 
 
 def _grids(layout: EpLayout, config: NVLinkConfig, device: torch.device) -> tuple[Grids, Grids]:

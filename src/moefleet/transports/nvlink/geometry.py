@@ -9,16 +9,18 @@ Three kinds of memory:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...config import EpLayout, FleetParams
+from ...knobs import FleetAlgoKnob, RowFormat
 from ...placement import Placement
 from ...substrate.control import SETS
 
 HEAD_WORDS = 8
-"""int32 words of a dispatch header before the counts per expert: rows, K, row code, status."""
+"""int32 words of a dispatch header before the counts per expert: rows, K, row code, status; with fault tolerance also
+round, low half of the step, and the ranks that the sender counts, as bits."""
 
 LINE = 16
 """int64 words between two control words, so that each has cache lines of its own."""
@@ -30,18 +32,26 @@ SLOTS = 8
 class Places(NamedTuple):
     """Byte offsets in one set of the shared memory, ``S`` being the source rank's region.
 
-    ``head_flag``, ``comb_flag``, ``done_flag``, ``gone`` int64 ``[W]``; ``comb_status`` int32 ``[W]``; ``head`` int32
+    ``head_flag``, ``comb_flag``, ``done_flag``, ``gone`` int64 ``[W]``; ``round_of``, ``waiting`` and ``compiling``
+    int64 ``[W]``, of the first set only: the round that the source is in, whether it waits for somebody else than us,
+    and whether it compiles a kernel; ``comb_status`` int32 ``[W]``; ``head`` int32
     ``[W, head_words]``; ``row_flag``, ``back_flag`` int64 ``[W, M]``; ``local``, ``rank`` int32 and ``weight`` float32
-    ``[W, M, K]``; ``rows``, ``back`` ``[W, M, H]``. In HIGH_THROUGHPUT the last two are the same memory.
+    ``[W, M, K]``; ``scales`` ``[W, M]`` of their bytes; ``rows``, ``back`` ``[W, M, H]``. In HIGH_THROUGHPUT the last
+    two are the same memory. ``region`` is how many of dispatch's rows fit into a source's part of ``rows``: ``M``, or
+    more where combine's wider rows come into the same memory.
     """
 
     set_bytes: int
     head_words: int
     entries: int
+    region: int
     head_flag: int
     comb_flag: int
     done_flag: int
     gone: int
+    round_of: int
+    waiting: int
+    compiling: int
     comb_status: int
     head: int
     row_flag: int
@@ -49,6 +59,7 @@ class Places(NamedTuple):
     local: int
     rank: int
     weight: int
+    scales: int
     rows: int
     back: int
 
@@ -77,18 +88,74 @@ class SlotPlaces(NamedTuple):
     share: int
 
 
+FOREVER = 1 << 62
+"""More than any number of a step: what a rank that ends leaves in its flags, so that nobody waits for it any more."""
+
+MOST_JUDGED = 32
+"""Ranks of a Fleet with fault tolerance, at most: sets of ranks are half a word there."""
+
+ROUND_SHIFT = 40
+"""Bits of a step's number. With fault tolerance the round of agreement, in which a step runs, stands above them."""
+
+
 class Control(NamedTuple):
-    """int64 offsets in a rank's control words, on its own device."""
+    """int64 offsets in a rank's control words, on its own device. Those from ``base`` on are for fault tolerance:
+
+    ``base`` the round, at its place in a step's number; ``board`` address of the :class:`Board`; ``verdict`` ``[2]``
+    the last step that was judged and who counted, for each phase; ``stuck`` ``[2, 2]`` how many programs wait for a
+    verdict, for each phase and buffer set; ``left`` ``[MOST_JUDGED]`` the last phase in which each rank counts.
+    """
 
     launches: int = 0 * LINE
     budget_ns: int = 1 * LINE
     error: int = 2 * LINE
     bad_ids: int = 3 * LINE
     done: int = 4 * LINE
-    words: int = 5 * LINE
+    base: int = 5 * LINE
+    board: int = 5 * LINE + 1
+    verdict: int = 6 * LINE
+    stuck: int = 7 * LINE
+    left: int = 8 * LINE
+    words: int = 8 * LINE + MOST_JUDGED
 
 
 CONTROL = Control()
+
+
+class Board(NamedTuple):
+    """int64 offsets of what a rank's host and its kernels tell each other about peers, in pinned host memory.
+
+    By the host: ``dead`` ``[MOST_JUDGED]`` 1 for a process that has ended, and what ``announce`` tells the peers:
+    ``round`` and ``compiling``. By the kernels: ``accused`` ``[MOST_JUDGED]`` the phase in which they gave up on a
+    rank, and ``behind`` 1 if others know more than this rank.
+    """
+
+    dead: int = 0
+    round: int = MOST_JUDGED
+    compiling: int = MOST_JUDGED + 1
+    accused: int = MOST_JUDGED + 2
+    behind: int = 2 * MOST_JUDGED + 2
+    words: int = 2 * MOST_JUDGED + 3
+
+
+BOARD = Board()
+
+
+class Counts(NamedTuple):
+    """int64 offsets of what is counted, behind the control words: ``got``, ``sent`` rows and ``waited`` nanoseconds of
+    each rank ``[W]``, ``tokens`` (one word), and rows of each local expert."""
+
+    got: int
+    sent: int
+    waited: int
+    tokens: int
+    experts: int
+    end: int
+
+    @classmethod
+    def of(cls, world_size: int, num_local: int) -> Counts:
+        got, sent, waited, tokens = (CONTROL.words + n * world_size for n in range(4))
+        return cls(got, sent, waited, tokens, tokens + 1, tokens + 1 + num_local)
 
 
 @dataclass(frozen=True)
@@ -96,7 +163,7 @@ class Geometry:
     """All sizes of one rank's part of a Fleet.
 
     Attributes:
-        params, placement, rank: what it follows from.
+        params, placement, rank, rows: what it follows from.
         shared, slot: offsets.
         output_rows: rows of one output set.
     """
@@ -104,34 +171,44 @@ class Geometry:
     params: FleetParams
     placement: Placement
     rank: int
+    rows: RowFormat
     shared: Places
     slot: SlotPlaces
     output_rows: int
 
     @classmethod
-    def of(cls, params: FleetParams, placement: Placement, rank: int) -> Geometry:
+    def of(
+        cls, params: FleetParams, placement: Placement, rank: int, algo_knobs: Sequence[FleetAlgoKnob] = ()
+    ) -> Geometry:
         """The formula. Shared memory depends on ``rank`` in nothing."""
+        form = RowFormat.of(params, algo_knobs)
         world, most, topk = placement.world_size, params.max_tokens_per_rank, params.max_topk
         expert_major = params.layout is EpLayout.EXPERT_MAJOR
         most_local = max(placement.slots_per_rank)
         head_words = HEAD_WORDS + (-(-most_local // 8) * 8 if expert_major else 0)
         take = _packer(128)
-        flags = [take(8 * world) for _ in range(4)]
+        flags = [take(8 * world) for _ in range(7)]
         status, head = take(4 * world), take(4 * world * head_words)
         row_flag, back_flag = take(8 * world * most), take(8 * world * most)
         slots_bytes = 4 * world * most * topk
         local, rank_at, weight = take(slots_bytes), take(slots_bytes if expert_major else 0), take(slots_bytes)
-        row_bytes = world * most * params.token_hidden_size * params.dtype_bytes
-        rows = take(row_bytes)
-        back = rows if params.layout is EpLayout.FLAT else take(row_bytes)
+        scales = take(world * most * form.scale_bytes)
+        flat, elements = params.layout is EpLayout.FLAT, world * most * form.hidden
+        region = most * (max(form.there_bytes, form.back_bytes) if flat else form.there_bytes) // form.there_bytes
+        rows = take(region * world * form.hidden * form.there_bytes)
+        back = rows if flat else take(elements * form.back_bytes)
         shared = Places(
             set_bytes=take(0),
             head_words=head_words,
             entries=most * topk,
+            region=region,
             head_flag=flags[0],
             comb_flag=flags[1],
             done_flag=flags[2],
             gone=flags[3],
+            round_of=flags[4],
+            waiting=flags[5],
+            compiling=flags[6],
             comb_status=status,
             head=head,
             row_flag=row_flag,
@@ -139,6 +216,7 @@ class Geometry:
             local=local,
             rank=rank_at,
             weight=weight,
+            scales=scales,
             rows=rows,
             back=back,
         )
@@ -154,11 +232,16 @@ class Geometry:
         output_rows = 1
         for size in shape:
             output_rows *= size
-        return cls(params, placement, rank, shared, slot, output_rows)
+        return cls(params, placement, rank, form, shared, slot, output_rows)
 
     @property
     def world_size(self) -> int:
         return self.placement.world_size
+
+    @property
+    def counts(self) -> Counts:
+        """Where the kernels count, behind the control words."""
+        return Counts.of(self.world_size, self.placement.num_local(self.rank))
 
     @property
     def shared_bytes(self) -> int:
@@ -167,15 +250,14 @@ class Geometry:
 
     @property
     def output_bytes(self) -> int:
-        """Rows and routing that experts read, both sets."""
-        row = self.params.token_hidden_size * self.params.dtype_bytes
+        """Rows, their scales and routing that experts read, both sets."""
         routing = 0 if self.params.layout is EpLayout.EXPERT_MAJOR else 12 * self.params.max_topk
-        return SETS * self.output_rows * (row + routing)
+        return SETS * self.output_rows * (self.rows.sent_bytes + routing)
 
     @property
     def private_bytes(self) -> int:
         """The slots of handles, one of them the Fleet's own, and the control words."""
-        return 4 * (SLOTS + 1) * self.slot.words + 8 * CONTROL.words
+        return 4 * (SLOTS + 1) * self.slot.words + 8 * self.counts.end
 
     @property
     def total_bytes(self) -> int:
@@ -183,9 +265,12 @@ class Geometry:
         return self.shared_bytes + self.output_bytes + self.private_bytes
 
 
-def memory_bytes(params: FleetParams, world_size: int, rank: int = 0) -> dict[str, int]:
-    """GPU bytes that a Fleet of these parameters takes on ``rank``: ``shared``, ``output``, ``private``, ``total``."""
-    geometry = Geometry.of(params, Placement.contiguous(params.num_experts, world_size), rank)
+def memory_bytes(
+    params: FleetParams, world_size: int, rank: int = 0, algo_knobs: Sequence[FleetAlgoKnob] = ()
+) -> dict[str, int]:
+    """GPU bytes that a Fleet of these parameters and knobs takes on ``rank``: ``shared``, ``output``, ``private``,
+    ``total``. Scales are part of the first two."""
+    geometry = Geometry.of(params, Placement.contiguous(params.num_experts, world_size), rank, algo_knobs)
     return {
         "shared": geometry.shared_bytes,
         "output": geometry.output_bytes,

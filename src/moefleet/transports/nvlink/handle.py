@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...errors import MoEEpConfigError, MoEEpError
+from ...config import EpLayout
+from ...errors import MoEEpConfigError, MoEEpError, config_error
 from ...fleet.halves import HalvesHandle, OpenStep, Phase
-from ...knobs import HandleAlgoKnob, HandleAlgoKnobTopKWeights
+from ...knobs import HandleAlgoKnob, HandleAlgoKnobTopKWeights, HandleAlgoKnobUserStream
 from ...tensors import CombineInputParams, CombineOutput, DispatchInputParams, DispatchOutput, HandleParams
+from .outputs import AnnouncedOutput
 
 if TYPE_CHECKING:
     from .fleet import NVLinkFleet
@@ -25,10 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class NVLinkStep(OpenStep):
-    """``index``: its output set; ``sent``: what the receiving half takes this rank's own rows from."""
+    """``index``: its output set; ``sent``, ``scales``: what the receiving half takes this rank's own rows from."""
 
     index: int = 0
     sent: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
 
 
 class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
@@ -41,6 +44,7 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
         self._slot: torch.Tensor | None = None
         self._captured = False
         self._bound: dict[Hashable, Launch] = {}
+        self._generation = fleet.generation
         super().__init__(fleet, params, knobs)
 
     def update(self, params: HandleParams, algo_knobs: Sequence[HandleAlgoKnob] = ()) -> None:
@@ -105,15 +109,19 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
 
     def destroy(self) -> None:
         super().destroy()
-        if self._slot is not None and not self._captured:
+        if self._slot is not None and not self._captured and self._generation == self._fleet.generation:
             self._fleet.return_slot(self._slot)
         self._slot = None
 
     def _ready(self, phase: Phase) -> bool:
         """Whether this call is in order and nothing is to be raised; if not, the long way says why."""
-        return self._phase is phase and self._fleet.quiet()
+        return self._phase is phase and self._generation == self._fleet.generation and self._fleet.quiet()
 
     def _expect(self, phase: Phase, call: str) -> None:
+        if self._generation != self._fleet.generation:
+            raise config_error(
+                call, "a handle from before update_topology", "one of the present ranks", "create it anew"
+            )
         try:
             super()._expect(phase, call)
         except MoEEpConfigError:
@@ -124,17 +132,18 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
 
     def _begin(self, params: DispatchInputParams) -> NVLinkStep:
         """Check the input and open the step. What was bound once was checked."""
-        tokens = params.x[0] if len(params.x) == 1 else None
-        if ("dispatch", self._shape, 0, _kind(tokens)) not in self._bound or not self._ready(Phase.IDLE):
+        tokens, scales = params.x[0] if params.x else None, params.x[1] if len(params.x) == 2 else None
+        known = ("dispatch", self._shape, 0, _kind(tokens), _kind(scales)) in self._bound and len(params.x) < 3
+        if not known or not self._ready(Phase.IDLE):
             self._expect(Phase.IDLE, "dispatch")
             try:
-                tokens, _ = self._check_input(params)
+                tokens, scales = self._check_input(params)
             except MoEEpConfigError as error:
                 self._fleet.steps.fail_next(error)
                 raise
         assert tokens is not None, "it was checked"
-        open_ = self._open_step(self._fleet.steps.begin(), tokens.dtype, None)
-        open_.sent, self._open = tokens, open_
+        open_ = self._open_step(self._fleet.steps.begin(), tokens.dtype, None if scales is None else scales.dtype)
+        open_.sent, open_.scales, self._open = tokens, scales, open_
         return open_
 
     def _snapshot(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
@@ -151,7 +160,10 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
     def _open_step(self, step: int, dtype: torch.dtype, scale_dtype: torch.dtype | None) -> NVLinkStep:
         fleet = self._fleet
         index = fleet.steps.output_of(step)
-        return NVLinkStep(step, dtype, None, fleet.views.of(index, dtype, self._shape[1]), None, index)
+        output = fleet.views.of(index, dtype, self._shape[1], scale_dtype)
+        if self._expected_rows is not None and fleet.params.layout is not EpLayout.EXPERT_MAJOR:
+            output = AnnouncedOutput(**vars(output), announced=self._expected_rows)
+        return NVLinkStep(step, dtype, scale_dtype, output, None, index)
 
     def _send_tokens(self, open_: NVLinkStep, tokens: torch.Tensor, scales: torch.Tensor | None) -> None:
         raise AssertionError("dispatch_send_only is this class's own")
@@ -169,16 +181,22 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
         return self._launch_combine(open_, open_.sent, send=False, receive=True)
 
     def _launch_dispatch(self, open_: NVLinkStep, *, send: bool, receive: bool) -> None:
-        tokens, fleet, index = open_.sent, self._fleet, open_.index
+        tokens, scales, fleet, index = open_.sent, open_.scales, self._fleet, open_.index
         assert tokens is not None and self._slot is not None, "a step has both"
-        key = ("dispatch" if send and receive else "send" if send else "receive", self._shape, index, _kind(tokens))
+        halves = "dispatch" if send and receive else "send" if send else "receive"
+        key = (halves, self._shape, index, _kind(tokens), _kind(scales))
         launch = self._bound.get(key)
         if launch is None:
             output = fleet.engine.outputs[index]
-            launch = fleet.engine.bind_dispatch(self._slot, tokens, self._shape[1], output, send, receive)
+            launch = fleet.engine.bind_dispatch(self._slot, tokens, self._shape[1], output, send, receive, scales)
             self._bound[key] = launch
-        launch(self._stream(), tokens)
+        if scales is None:
+            launch(self._stream(), tokens)
+        else:
+            launch(self._stream(), tokens, scales)
         fleet.steps.sent(index, self._slot)
+        if receive and self._expected_rows is not None:
+            fleet.engine.expect(self._slot, self._expected_rows, self._stream())
 
     def _launch_combine(self, open_: NVLinkStep, rows: torch.Tensor, *, send: bool, receive: bool) -> torch.Tensor:
         assert self._slot is not None, "a handle has a slot from its creation on"
@@ -192,6 +210,17 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
         if result is out and tight is rows and send and receive:
             self._bound["combine", self._shape, _kind(rows), _kind(out)] = launch
         return result if result is out or not receive else result.copy_(out)
+
+    def _honour(self, knob: HandleAlgoKnob) -> None:
+        if isinstance(knob, HandleAlgoKnobUserStream):
+            raise config_error(
+                "algo_knobs",
+                "HandleAlgoKnobUserStream",
+                "work on the current stream, which is where nvlink launches each call",
+                "call inside `with torch.cuda.stream(torch.cuda.ExternalStream(stream))`, or give "
+                "BootstrapConfig.stream; a Fleet's steps stay in order, whatever streams they are on",
+            )
+        super()._honour(knob)
 
     def _stream(self) -> int:
         stream, captured = self._fleet.ordered_stream()

@@ -6,12 +6,14 @@ compiled for one kind of arguments, and a later launch of that kind goes straigh
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 import triton
 
+from ...errors import config_error
 from .kernels.signals import INTERPRETED
 
 
@@ -23,10 +25,11 @@ class Launch(Protocol):
 
 
 class Launcher:
-    """Binds kernels; keeps what was compiled."""
+    """Binds kernels; keeps what was compiled. Attributes: ``around_compiling``, entered while a kernel is compiled."""
 
     def __init__(self) -> None:
         self._compiled: dict[Hashable, Any] = {}
+        self.around_compiling: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def bind(
         self, kernel: Any, grid: int, args: tuple[Any, ...], constants: tuple[Any, ...], options: dict[str, Any]
@@ -35,10 +38,19 @@ class Launcher:
         if INTERPRETED:
             return _Interpreted(kernel, grid, args, constants)
         key = (kernel.__name__, constants, tuple(options.items()), *map(kind, args))
-        if key not in self._compiled:
+        if key in self._compiled:
+            return _Bound(self._compiled[key], grid, args, constants)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise config_error(
+                f"{kernel.__name__} in a CUDA graph",
+                "a kernel that never ran for these shapes, dtypes and strides",
+                "kernels that are compiled already",
+                "run the same step once before the capture, on all ranks; MoEEpLayer.capture does",
+            )
+        with self.around_compiling():
             compiled = kernel.warmup(*args, *constants, grid=(1,), **options)
             self._compiled[key] = compiled.result() if hasattr(compiled, "result") else compiled
-        return _Bound(self._compiled[key], grid, args, constants)
+            return _Bound(self._compiled[key], grid, args, constants)
 
 
 def kind(arg: Any) -> tuple[Hashable, ...]:
@@ -74,4 +86,5 @@ class _Interpreted:
         self._kernel, self._grid, self._args = kernel, grid, args + constants
 
     def __call__(self, stream: int, *first: torch.Tensor) -> None:
-        self._kernel[(self._grid,)](*first, *self._args[len(first) :])
+        as_bound = [tensor.view(bound.dtype) for tensor, bound in zip(first, self._args)]
+        self._kernel[(self._grid,)](*as_bound, *self._args[len(first) :])

@@ -6,6 +6,7 @@ Numbers live on the GPU (see the kernels); what is counted here only tells open 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from ...errors import config_error
 from ...substrate.control import SETS
@@ -30,6 +31,16 @@ class Steps:
     def begun(self) -> int:
         """Steps that this rank began, those in captured graphs counted once."""
         return self._begun
+
+    @property
+    def open(self) -> list[int]:
+        """Steps dispatched and not yet combined."""
+        return sorted(step for step in self._taken_by if step != _FREE)
+
+    @property
+    def open_slots(self) -> list[Any]:
+        """The slots of open steps whose dispatch was launched."""
+        return [slot for slot in self._slots if slot is not None]
 
     def begin(self) -> int:
         """Open the next step.

@@ -13,55 +13,95 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .counting import add_each, begin_ns
 from .dispatch import EXPERT_MAJOR, RANK_MAJOR
-from .signals import PEER_FAILED, PEER_GONE, TIMEOUT_COMBINE, enter, flags, has_gone, release, report, wait, words
+from .judging import (
+    ABSENT,
+    COMBINE,
+    DISPATCH,
+    NOT_SERVED,
+    condemn,
+    counting,
+    decide,
+    fall_behind,
+    has,
+    look_soon,
+    wait_for,
+)
+from .signals import (
+    MISMATCH,
+    PEER_FAILED,
+    PEER_GONE,
+    TIMEOUT_COMBINE,
+    enter,
+    flags,
+    has_gone,
+    release,
+    report,
+    unlike,
+    wait,
+    words,
+)
 
 
 @triton.jit(do_not_specialize=["T"])
 def combine(
-    rows, out, slot, peers, ctl, alarm, T,
+    rows, out, slot, peers, firsts, ctl, alarm, T,
     L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr,
     M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr, SENDERS: tl.constexpr, EARLY: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
+    COUNTS: tl.constexpr, TOLERANT: tl.constexpr, RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Combine the experts' ``rows`` into ``out [T, H]``; both contiguous."""
+    """Combine the experts' ``rows`` into ``out [T, H]``; both contiguous. ``COUNTS``: where to count, or None.
+    ``TOLERANT``: as in dispatch; ``RENORMALIZE``: whether tokens that lost experts are scaled up."""
     enter(EARLY)
     pid = tl.program_id(0)
     step = tl.load((slot + S.step).to(tl.pointer_type(tl.int64)))
     parity = step % 2
     to_set = parity * L.set_bytes
+    ranks = counting(ctl, step, COMBINE, RANK, W) if TOLERANT else -1
     if SEND:  # noqa: SIM102 - one condition is a constant
         if pid < SENDERS:
-            _send(pid, rows, slot, peers, to_set, step, ctl, alarm, L, S, LAYOUT, RANK, W, M, H, K, CAP, BLOCK,
-                  SENDERS)  # fmt: skip
+            _send(pid, rows, slot, peers, to_set, step, ranks, ctl, alarm, L, S, LAYOUT, RANK, W, M, H, K, CAP, BLOCK,
+                  SENDERS, TOLERANT)  # fmt: skip
     if RECEIVE:
         FIRST: tl.constexpr = SENDERS if SENDERS < PROGRAMS else 0
         if pid >= FIRST:
             mine = tl.load(peers + RANK) + to_set
-            _receive(pid - FIRST, rows, out, slot, mine, ctl, alarm, step, T, L, S, LAYOUT, RANK, W, M, H, K,
-                     CAP, BLOCK, PROGRAMS - FIRST)  # fmt: skip
+            _receive(pid - FIRST, rows, out, slot, mine, peers, firsts, ctl, alarm, step, ranks, T, L, S, LAYOUT,
+                     RANK, W, M, H, K, CAP, BLOCK, PROGRAMS - FIRST, COUNTS, TOLERANT, RENORMALIZE)  # fmt: skip
 
 
 @triton.jit
-def _send(pid, rows, slot, peers, to_set, step, ctl, alarm, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr,
-          RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, CAP: tl.constexpr,
-          BLOCK: tl.constexpr, SENDERS: tl.constexpr):  # fmt: skip
+def _send(pid, rows, slot, peers, to_set, step, ranks, ctl, alarm, L: tl.constexpr, S: tl.constexpr,
+          LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+          CAP: tl.constexpr, BLOCK: tl.constexpr, SENDERS: tl.constexpr, TOLERANT: tl.constexpr):  # fmt: skip
     most = 0
+    sent_to = counting(ctl, step, DISPATCH, RANK, W) if TOLERANT else -1  # who was left out since then is told so
     for j in tl.static_range(1, W):
         home = (RANK + j) % W
         got = tl.load(slot + S.got + home)
         most = tl.maximum(most, got)
-        if pid == (j - 1) % SENDERS:
+        if (pid == (j - 1) % SENDERS) & has(sent_to, home):
             there = tl.load(peers + home) + to_set
-            tl.store(words(there, L.comb_status) + RANK, (got < 0).to(tl.int32))
+            status = (got < 0).to(tl.int32)
+            if TOLERANT:
+                status = tl.where((got == ABSENT) | (has(ranks, home) == 0), NOT_SERVED, status)
+            tl.store(words(there, L.comb_status) + RANK, status + (_code(rows) << 8))
             release(flags(there, L.comb_flag) + RANK, step)
         if L.rows == L.back:
             mine = tl.load(peers + RANK) + to_set
-            wait(flags(mine, L.done_flag) + home, step, ctl, alarm, TIMEOUT_COMBINE, home)
+            done_flag = flags(mine, L.done_flag) + home
+            if TOLERANT:
+                if has(ranks, home) & (got > 0):
+                    late = wait_for(done_flag, home, step, COMBINE, ctl, peers, ranks, pid == 0, L, RANK, W)
+                    ranks &= ~(late.to(tl.int64) << home)
+            else:
+                wait(done_flag, step, ctl, alarm, TIMEOUT_COMBINE, home)
     for row in range((pid + SENDERS - (W - 1) % SENDERS) % SENDERS, most, SENDERS):
         for j in tl.static_range(1, W):
             home = (RANK + j) % W
-            if row < tl.load(slot + S.got + home):
+            if (row < tl.load(slot + S.got + home)) & has(ranks, home):
                 there = tl.load(peers + home) + to_set
                 to = tl.multiple_of((there + L.back).to(tl.pointer_type(rows.dtype.element_ty)), 16)
                 to += tl.cast(RANK * M + row, tl.int64) * H
@@ -93,19 +133,50 @@ def _partial(s, row, rows, slot, cols, L: tl.constexpr, S: tl.constexpr, LAYOUT:
 
 
 @triton.jit
-def _receive(pid, rows, out, slot, mine, ctl, alarm, step, T, L: tl.constexpr, S: tl.constexpr,
+def _receive(pid, rows, out, slot, mine, peers, firsts, ctl, alarm, step, ranks, T, L: tl.constexpr, S: tl.constexpr,
              LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
-             K: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
-    failed = ()
+             K: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+             COUNTS: tl.constexpr, TOLERANT: tl.constexpr, RENORMALIZE: tl.constexpr):  # fmt: skip
+    failed, sent, waited = (), (), ()
+    if TOLERANT:
+        comb_flag, missing, soon = flags(mine, L.comb_flag), tl.cast(0, tl.int64), ()
+        for d in tl.static_range(W):
+            begin = begin_ns(COUNTS)
+            if d != RANK:  # absent in dispatch is absent here
+                ranks &= ~((tl.load(slot + S.got + d) == ABSENT).to(tl.int64) << d)
+                missing |= look_soon(comb_flag + d, step, ranks, d)
+            soon = soon + (begin_ns(COUNTS) - begin,)
+        begin = begin_ns(COUNTS)
+        ranks = decide(comb_flag, step, COMBINE, ranks, missing, ctl, peers, pid, PROGRAMS, L, RANK, W)
+        later = begin_ns(COUNTS) - begin
     for d in tl.static_range(W):
         status = 0
-        if d != RANK:
+        begin = begin_ns(COUNTS)
+        if TOLERANT:
+            if d != RANK:
+                status = _judged_status(d, pid, rows, mine, ctl, alarm, step, ranks, L)
+        elif d != RANK:
             late = wait(flags(mine, L.comb_flag) + d, step, ctl, alarm, TIMEOUT_COMBINE, d)
             gone = has_gone(flags(mine, L.gone) + d, step)
-            status = late + gone.to(tl.int32) + tl.load(words(mine, L.comb_status) + d)
+            status, code = _status(mine, d, L)
+            other = (status == 0) & (late == 0) & (gone == 0) & (code != _code(rows))
+            status += late + gone.to(tl.int32)
             if (status != 0) & (late == 0):
                 report(ctl, alarm, tl.where(gone, PEER_GONE, PEER_FAILED), d, step)
+            if other:
+                report(ctl, alarm, MISMATCH, d, unlike(step, 0, code))
+            status += other.to(tl.int32)
         failed = failed + (status,)
+        if TOLERANT:
+            waited = waited + (soon[d] + tl.where(has(missing, d), later, 0),)
+        else:
+            waited = waited + (begin_ns(COUNTS) - begin if d != RANK else begin - begin,)
+        sent = sent + (tl.where(status == 0, tl.load(slot + S.counts + d), 0) if COUNTS is not None else 0,)
+    if COUNTS is not None:  # noqa: SIM102 - one condition is a constant
+        if pid == 0:
+            add_each(ctl + COUNTS.sent, sent, W)
+            add_each(ctl + COUNTS.waited, waited, W)
+            tl.atomic_add(ctl + COUNTS.tokens, T.to(tl.int64), sem="relaxed", scope="gpu")
     # Other programs than those that send most, where there are enough.
     for token in range((pid + PROGRAMS // 2) % PROGRAMS, T, PROGRAMS):
         for start in tl.static_range(0, H, BLOCK):
@@ -121,9 +192,69 @@ def _receive(pid, rows, out, slot, mine, ctl, alarm, step, T, L: tl.constexpr, S
                 else:
                     row = tl.load(slot + S.row_of + token * W + d)
                     if (row >= 0) & (failed[d] == 0):
-                        if start == 0:
-                            wait(flags(mine, L.back_flag) + d * M + row, step, ctl, alarm, TIMEOUT_COMBINE, d)
+                        back_flag, lost = flags(mine, L.back_flag) + d * M + row, 0
+                        if TOLERANT:
+                            lost = wait_for(back_flag, d, step, COMBINE, ctl, peers, 0, False, L, RANK, W)
+                        elif start == 0:
+                            wait(back_flag, step, ctl, alarm, TIMEOUT_COMBINE, d)
                         back = tl.multiple_of((mine + L.back).to(tl.pointer_type(rows.dtype.element_ty)), 16)
                         back += tl.cast(d * M + row, tl.int64) * H
-                        total += tl.load(back + cols, mask=cols < H, other=0).to(tl.float32)
+                        total += tl.load(back + cols, mask=(cols < H) & (lost == 0), other=0).to(tl.float32)
+            if RENORMALIZE:
+                total *= _scale_of(token, slot, firsts, failed, S, LAYOUT, RANK, W, K)
             tl.store(out + tl.cast(token, tl.int64) * H + cols, total.to(out.dtype.element_ty), mask=cols < H)
+
+
+@triton.jit
+def _judged_status(d, pid, rows, mine, ctl, alarm, step, ranks, L: tl.constexpr):
+    """Whether anything but 0 came of rank ``d``: it does not count, has ended, has failed, or did not count us."""
+    status = tl.cast(1, tl.int32)
+    if has(ranks, d):
+        status, code = _status(mine, d, L)
+        gone = has_gone(flags(mine, L.gone) + d, step)
+        if gone:
+            condemn(d, step, COMBINE, ctl)
+        elif status == NOT_SERVED:
+            if pid == 0:
+                fall_behind(ctl)
+        elif status != 0:
+            report(ctl, alarm, PEER_FAILED, d, step)
+        elif code != _code(rows):
+            report(ctl, alarm, MISMATCH, d, unlike(step, 0, code))
+            status += 1
+        status += gone.to(tl.int32)
+    return status
+
+
+@triton.jit
+def _status(mine, d, L: tl.constexpr):
+    """What rank ``d`` said of its rows: 0 if they come, and of which type they are."""
+    word = tl.load(words(mine, L.comb_status) + d)
+    return word & 0xFF, word >> 8
+
+
+@triton.jit
+def _code(rows):
+    """The row type, as in a dispatch's header."""
+    kind: tl.constexpr = rows.dtype.element_ty
+    return 1 if kind == tl.float32 else 2 if kind == tl.bfloat16 else 3
+
+
+@triton.jit
+def _scale_of(token, slot, firsts, failed, S: tl.constexpr, LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr,
+              K: tl.constexpr):  # fmt: skip
+    """The sum of all weights of a token over that of its live experts: 0 without any, 1 if it lost none."""
+    kk = tl.arange(0, triton.next_power_of_2(K))
+    at = token * K + kk
+    phys = tl.load(slot + S.phys + at, mask=kk < K, other=-1)
+    weight = tl.load((slot + S.weight).to(tl.pointer_type(tl.float32)) + at, mask=kk < K, other=0)
+    counts = phys >= 0
+    if LAYOUT == EXPERT_MAJOR:  # an expert that is named twice has the sum of its weights in both slots
+        counts &= tl.load(slot + S.rank + at, mask=kk < K, other=-1) >= 0
+    live = tl.zeros_like(counts)
+    for d in tl.static_range(W):
+        served = (phys >= tl.load(firsts + d)) & (phys < tl.load(firsts + d + 1))
+        live |= counts & served & (d == RANK or failed[d] == 0)
+    left = tl.sum(tl.where(live, weight, 0.0), 0)
+    scale = tl.where(left != 0, tl.sum(tl.where(counts, weight, 0.0), 0) / left, 0.0)
+    return tl.where(tl.sum((counts & ~live).to(tl.int32), 0) > 0, scale, 1.0)

@@ -14,6 +14,22 @@ import triton
 import triton.language as tl
 
 from ..geometry import CONTROL, HEAD_WORDS
+from .counting import add_each, add_vector, begin_ns
+from .judging import (
+    ABSENT,
+    DISPATCH,
+    condemn,
+    counting,
+    decide,
+    fall_behind,
+    has,
+    hear,
+    look_soon,
+    numbered,
+    sign,
+    wait_for,
+)
+from .rows import copy_scales, encoded, scales_at
 from .signals import (
     MISMATCH,
     OVERFLOW,
@@ -26,6 +42,7 @@ from .signals import (
     reals,
     release,
     report,
+    unlike,
     wait,
     words,
 )
@@ -41,13 +58,17 @@ FLAT = tl.constexpr(2)
 
 @triton.jit
 def dispatch(
-    x, out, out_ids, out_weights, out_counts, slot, peers, firsts, ctl, alarm, x_t, x_h,
-    L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr,
+    x, scales, out, out_scales, out_ids, out_weights, out_counts, slot, peers, firsts, ctl, alarm, x_t, x_h, scales_t,
+    scales_s, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr,
     M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr, CAP: tl.constexpr,
     CODE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, SENDERS: tl.constexpr, EARLY: tl.constexpr,
-    SEND: tl.constexpr, RECEIVE: tl.constexpr,
+    SEND: tl.constexpr, RECEIVE: tl.constexpr, COUNTS: tl.constexpr, R: tl.constexpr, TOLERANT: tl.constexpr,
 ):  # fmt: skip
-    """Send tokens ``x [T, H]`` and receive into ``out``.
+    """Send tokens ``x [T, H]`` and receive into ``out``. ``COUNTS``: where to count for stats, or None. ``TOLERANT``:
+    whether a rank that does not come is left out and accused (see ``judging``), or ends all.
+
+    ``R``: whether ``x`` is encoded on its way, or ``scales [T, R.scales]`` go with it; both arrive in ``out_scales``.
+    Elements of one byte are uint8, and scales that go along integers of their width.
 
     ``PROGRAMS`` is the grid, the same for every launch of a Fleet: the step's number follows from a count of programs.
     The first ``SENDERS`` programs send; all receive, or where ``SENDERS < PROGRAMS`` the others.
@@ -56,55 +77,72 @@ def dispatch(
     pid = tl.program_id(0)
     if SEND:
         step = (tl.atomic_add(ctl + _LAUNCHES, 1, sem="relaxed", scope="gpu") // PROGRAMS) + 1
+        step = numbered(step, ctl, TOLERANT)
         if pid == 0:
             tl.store((slot + S.step).to(tl.pointer_type(tl.int64)), step)
     else:
         step = tl.load((slot + S.step).to(tl.pointer_type(tl.int64)))
     parity = step % 2
     to_set = parity * L.set_bytes
+    ranks = counting(ctl, step, DISPATCH, RANK, W) if TOLERANT else -1
     if SEND:  # noqa: SIM102 - one condition is a constant
         if pid < SENDERS:
-            _send(pid, x, slot, peers, firsts, to_set, step, x_t, x_h, L, S, LAYOUT, RANK, W, M, H, K, KP, CODE, BLOCK,
-                  SENDERS)  # fmt: skip
+            _send(pid, x, scales, out, out_scales, slot, peers, firsts, to_set, step, ranks, x_t, x_h, scales_t,
+                  scales_s, L, S, LAYOUT, RANK, W, M, H, K, KP, CODE, BLOCK, SENDERS, R, TOLERANT)  # fmt: skip
     if RECEIVE:
         FIRST: tl.constexpr = SENDERS if SENDERS < PROGRAMS else 0
         if pid >= FIRST:
             mine = tl.load(peers + RANK) + to_set
-            _receive(pid - FIRST, x, out, out_ids, out_weights, out_counts, slot, mine, firsts, ctl, alarm, step, x_t,
-                     x_h, L, S, LAYOUT, RANK, W, M, H, K, KP, LOCAL, CAP, CODE, BLOCK, PROGRAMS - FIRST)  # fmt: skip
+            _receive(pid - FIRST, x, scales, out, out_scales, out_ids, out_weights, out_counts, slot, mine, peers,
+                     firsts, ctl, alarm, step, ranks, x_t, x_h, scales_t, scales_s, L, S, LAYOUT, RANK, W, M, H, K, KP,
+                     LOCAL, CAP, CODE, BLOCK, PROGRAMS - FIRST, COUNTS, R, TOLERANT)  # fmt: skip
             if L.rows == L.back:  # combine's rows come into the same memory: tell the peers that it is free
                 tl.debug_barrier()
                 finished = tl.atomic_add(ctl + _DONE, 1, sem="acq_rel", scope="gpu")
                 if finished % (PROGRAMS - FIRST) == PROGRAMS - FIRST - 1:
                     for j in tl.static_range(1, W):
                         d = (RANK + j) % W
-                        release(flags(tl.load(peers + d) + to_set, L.done_flag) + RANK, step)
+                        if has(ranks, d):
+                            release(flags(tl.load(peers + d) + to_set, L.done_flag) + RANK, step)
 
 
 @triton.jit
-def _send(pid, x, slot, peers, firsts, to_set, step, x_t, x_h, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr,
-          RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-          CODE: tl.constexpr, BLOCK: tl.constexpr, SENDERS: tl.constexpr):  # fmt: skip
+def _send(pid, x, scales, out, out_scales, slot, peers, firsts, to_set, step, ranks, x_t, x_h, scales_t, scales_s,
+          L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr,
+          H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr,
+          SENDERS: tl.constexpr, R: tl.constexpr, TOLERANT: tl.constexpr):  # fmt: skip
     most = 0
     for j in tl.static_range(1, W):
         d = (RANK + j) % W
         most = tl.maximum(most, tl.load(slot + S.counts + d))
-        if pid == (j - 1) % SENDERS:
-            _send_header(d, slot, tl.load(peers + d) + to_set, firsts, step, L, S, LAYOUT, RANK, K, CODE)
+        if (pid == (j - 1) % SENDERS) & has(ranks, d):
+            _send_header(d, slot, tl.load(peers + d) + to_set, firsts, step, ranks, L, S, LAYOUT, RANK, K, CODE,
+                         TOLERANT)  # fmt: skip
     kk = tl.arange(0, KP)
     # The lowest programs have sent headers, so the first rows are for those after them.
     for row in range((pid + SENDERS - (W - 1) % SENDERS) % SENDERS, most, SENDERS):
         for j in tl.static_range(1, W):
             d = (RANK + j) % W
-            if row < tl.load(slot + S.counts + d):
+            if (row < tl.load(slot + S.counts + d)) & has(ranks, d):
                 there = tl.load(peers + d) + to_set
                 token = tl.load(slot + S.token_of + d * M + row)
-                to = tl.multiple_of((there + L.rows).to(tl.pointer_type(x.dtype.element_ty)), 16)
-                to += tl.cast(RANK * M + row, tl.int64) * H
-                for start in tl.static_range(0, H, BLOCK):
-                    cols = start + tl.arange(0, BLOCK)
-                    value = tl.load(x + token.to(tl.int64) * x_t + cols.to(tl.int64) * x_h, mask=cols < H)
-                    tl.store(to + cols, value, mask=cols < H)
+                to = tl.multiple_of((there + L.rows).to(tl.pointer_type(out.dtype.element_ty)), 16)
+                to += tl.cast(RANK * L.region + row, tl.int64) * H
+                if R.encode:
+                    scales_to = scales_at(there, L.scales, out_scales, RANK * M + row, R)
+                    PIECE: tl.constexpr = R.piece
+                    for start in tl.static_range(0, H, PIECE):
+                        cols, bits, block, scale = encoded(x + token.to(tl.int64) * x_t, x_h, start, H, R)
+                        tl.store(to + cols, bits, mask=cols < H)
+                        tl.store(scales_to + block, scale, mask=block < R.scales)
+                else:
+                    for start in tl.static_range(0, H, BLOCK):
+                        cols = start + tl.arange(0, BLOCK)
+                        value = tl.load(x + token.to(tl.int64) * x_t + cols.to(tl.int64) * x_h, mask=cols < H)
+                        tl.store(to + cols, value, mask=cols < H)
+                    if R.scales > 0:
+                        scales_to = scales_at(there, L.scales, out_scales, RANK * M + row, R)
+                        copy_scales(scales + token.to(tl.int64) * scales_t, scales_s, scales_to, R)
                 local, weight, rank = _slots_of(token, d, slot, firsts, kk, S, LAYOUT, K)
                 entry = RANK * L.entries + row * K + kk
                 tl.store(words(there, L.local) + entry, local, mask=kk < K)
@@ -115,12 +153,14 @@ def _send(pid, x, slot, peers, firsts, to_set, step, x_t, x_h, L: tl.constexpr, 
 
 
 @triton.jit
-def _send_header(d, slot, there, firsts, step, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr,
-                 RANK: tl.constexpr, K: tl.constexpr, CODE: tl.constexpr):  # fmt: skip
+def _send_header(d, slot, there, firsts, step, ranks, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr,
+                 RANK: tl.constexpr, K: tl.constexpr, CODE: tl.constexpr, TOLERANT: tl.constexpr):  # fmt: skip
     head = words(there, L.head) + RANK * L.head_words
     field = tl.arange(0, 4)
     rows = tl.load(slot + S.counts + d)
     tl.store(head + field, tl.where(field == 0, rows, tl.where(field == 1, K, tl.where(field == 2, CODE, 0))))
+    if TOLERANT:
+        sign(head, step, ranks, RANK)
     if LAYOUT == EXPERT_MAJOR:
         low = tl.load(firsts + d)
         held = tl.load(firsts + d + 1) - low
@@ -145,26 +185,48 @@ def _slots_of(token, d, slot, firsts, kk, S: tl.constexpr, LAYOUT: tl.constexpr,
 
 
 @triton.jit
-def _receive(pid, x, out, out_ids, out_weights, out_counts, slot, mine, firsts, ctl, alarm, step, x_t, x_h,
-             L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr, RANK: tl.constexpr,
-             W: tl.constexpr, M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+def _receive(pid, x, scales, out, out_scales, out_ids, out_weights, out_counts, slot, mine, peers, firsts, ctl, alarm,
+             step, ranks, x_t, x_h, scales_t, scales_s, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr,
+             RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
              LOCAL: tl.constexpr, CAP: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr,
-             PROGRAMS: tl.constexpr):  # fmt: skip
+             PROGRAMS: tl.constexpr, COUNTS: tl.constexpr, R: tl.constexpr, TOLERANT: tl.constexpr):  # fmt: skip
     kk = tl.arange(0, KP)
-    counts, starts, total = (), (), 0
+    counts, starts, waited, total = (), (), (), 0
+    if TOLERANT:
+        head_flag, missing, soon = flags(mine, L.head_flag), tl.cast(0, tl.int64), ()
+        for s in tl.static_range(W):
+            begin = begin_ns(COUNTS)
+            if s != RANK:
+                missing |= look_soon(head_flag + s, step, ranks, s)
+            soon = soon + (begin_ns(COUNTS) - begin,)
+        begin = begin_ns(COUNTS)
+        present = decide(head_flag, step, DISPATCH, ranks, missing, ctl, peers, pid, PROGRAMS, L, RANK, W)
+        later = begin_ns(COUNTS) - begin
     for s in tl.static_range(W):
+        begin = begin_ns(COUNTS)
         if s == RANK:
             rows = tl.load(slot + S.counts + RANK)
+        elif TOLERANT:
+            rows = tl.cast(ABSENT, tl.int32)
+            if has(present, s):
+                rows = _judged_header(s, pid, mine, ctl, alarm, step, ranks, L, RANK, M, K, CODE)
         else:
             rows = _read_header(s, mine, ctl, alarm, step, L, M, K, CODE)
+        if TOLERANT:
+            waited = waited + (soon[s] + tl.where(has(missing, s), later, 0),)
+        else:
+            waited = waited + (begin_ns(COUNTS) - begin if s != RANK else begin - begin,)
         counts, starts = counts + (rows,), starts + (total,)
         total += tl.maximum(rows, 0)
     if pid == 0:
         for s in tl.static_range(W):
             tl.store(slot + S.got + s, counts[s])
             tl.store(slot + S.start + s, starts[s])
+        if COUNTS is not None:
+            add_each(ctl + COUNTS.got, counts, W)
+            add_each(ctl + COUNTS.waited, waited, W)
         if LAYOUT == EXPERT_MAJOR:
-            _count_experts(counts, out_counts, slot, mine, firsts, L, S, RANK, W, LOCAL)
+            _count_experts(counts, out_counts, slot, mine, firsts, ctl, L, S, RANK, W, LOCAL, COUNTS)
         elif LAYOUT == RANK_MAJOR:
             for s in tl.static_range(W):
                 tl.store(out_counts + s, tl.maximum(counts[s], 0))
@@ -178,28 +240,35 @@ def _receive(pid, x, out, out_ids, out_weights, out_counts, slot, mine, firsts, 
     elif LAYOUT == FLAT:
         _blank(pid, total, CAP, out_ids, out_weights, kk, K, KP, PROGRAMS)
     for j in tl.static_range(W):  # its own first; by other programs than those that send most
-        _unpack((RANK + j) % W, (pid + (j + 1) * (PROGRAMS // W)) % PROGRAMS, counts, starts, x, out, out_ids,
-                out_weights, slot, mine, firsts, ctl, alarm, step, x_t, x_h, L, S, LAYOUT, RANK, W, M, H,
-                K, KP, LOCAL, CAP, BLOCK, PROGRAMS)  # fmt: skip
+        _unpack((RANK + j) % W, (pid + (j + 1) * (PROGRAMS // W)) % PROGRAMS, counts, starts, x, scales, out,
+                out_scales, out_ids, out_weights, slot, mine, peers, firsts, ctl, alarm, step, x_t, x_h, scales_t,
+                scales_s, L, S, LAYOUT, RANK, W, M, H, K, KP, LOCAL, CAP, BLOCK, PROGRAMS, COUNTS, R,
+                TOLERANT)  # fmt: skip
 
 
 @triton.jit
-def _unpack(s: tl.constexpr, first, counts, starts, x, out, out_ids, out_weights, slot, mine, firsts, ctl,
-            alarm, step, x_t, x_h, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr,
-            RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-            LOCAL: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
+def _unpack(s: tl.constexpr, first, counts, starts, x, scales, out, out_scales, out_ids, out_weights, slot, mine,
+            peers, firsts, ctl, alarm, step, x_t, x_h, scales_t, scales_s, L: tl.constexpr, S: tl.constexpr,
+            LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
+            K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
+            PROGRAMS: tl.constexpr, COUNTS: tl.constexpr, R: tl.constexpr, TOLERANT: tl.constexpr):  # fmt: skip
     """Bring the rows of source ``s`` from row ``first`` on, every ``PROGRAMS``-th, into the layout."""
     kk = tl.arange(0, KP)
     for row in range(first, counts[s], PROGRAMS):
         if s == RANK:
             token = tl.load(slot + S.token_of + RANK * M + row)
             source = x + token.to(tl.int64) * x_t
-            value = tl.load(source + tl.arange(0, BLOCK).to(tl.int64) * x_h, mask=tl.arange(0, BLOCK) < H)
+            if not R.encode:
+                value = tl.load(source + tl.arange(0, BLOCK).to(tl.int64) * x_h, mask=tl.arange(0, BLOCK) < H)
             local, weight, rank = _slots_of(token, RANK, slot, firsts, kk, S, LAYOUT, K)
         else:
-            wait(flags(mine, L.row_flag) + s * M + row, step, ctl, alarm, TIMEOUT_DISPATCH, s)
-            source = tl.multiple_of((mine + L.rows).to(tl.pointer_type(x.dtype.element_ty)), 16)
-            source += tl.cast(s * M + row, tl.int64) * H
+            row_flag = flags(mine, L.row_flag) + s * M + row
+            if TOLERANT:
+                lost = wait_for(row_flag, s, step, DISPATCH, ctl, peers, 0, False, L, RANK, W)
+            else:
+                wait(row_flag, step, ctl, alarm, TIMEOUT_DISPATCH, s)
+            source = tl.multiple_of((mine + L.rows).to(tl.pointer_type(out.dtype.element_ty)), 16)
+            source += tl.cast(s * L.region + row, tl.int64) * H
             value = tl.load(source + tl.arange(0, BLOCK), mask=tl.arange(0, BLOCK) < H)
             entry = s * L.entries + row * K + kk
             local = tl.load(words(mine, L.local) + entry, mask=kk < K, other=-1)
@@ -208,6 +277,8 @@ def _unpack(s: tl.constexpr, first, counts, starts, x, out, out_ids, out_weights
             if LAYOUT == EXPERT_MAJOR:
                 rank = tl.load(words(mine, L.rank) + entry, mask=kk < K, other=-1)
             local = tl.where(local < LOCAL, local, -1)  # nothing received is trusted
+            if TOLERANT:  # experts leave out a row that never came, and combine will leave out all of its rank
+                local, weight = tl.where(lost == 0, local, -1), tl.where(lost == 0, weight, 0.0)
         if LAYOUT == EXPERT_MAJOR:
             before = _rows_before(s, local, counts, slot, mine, firsts, L, S, RANK)
             there = (local >= 0) & (rank >= 0) & (before + rank < M * W)
@@ -224,13 +295,35 @@ def _unpack(s: tl.constexpr, first, counts, starts, x, out, out_ids, out_weights
             at = tl.max(place, 0)
             tl.store(out_ids + at.to(tl.int64) * K + kk, local.to(tl.int64), mask=(kk < K) & (at >= 0))
             tl.store(out_weights + at.to(tl.int64) * K + kk, weight, mask=(kk < K) & (at >= 0))
-        for start in tl.static_range(0, H, BLOCK):
-            cols = start + tl.arange(0, BLOCK)
-            if start > 0:
-                value = tl.load(source + cols.to(tl.int64) * (x_h if s == RANK else 1), mask=cols < H)
-            for k in tl.static_range(K if LAYOUT == EXPERT_MAJOR else 1):
-                at = tl.sum(tl.where(kk == k, place, 0), 0)
-                tl.store(out + at.to(tl.int64) * H + cols, value, mask=(cols < H) & (at >= 0))
+            if COUNTS is not None:
+                add_vector(ctl + COUNTS.experts + local, kk - kk + 1, (kk < K) & (at >= 0) & (local >= 0))
+        COPIES: tl.constexpr = K if LAYOUT == EXPERT_MAJOR else 1
+        ENCODE: tl.constexpr = R.encode and s == RANK
+        if ENCODE:
+            PIECE: tl.constexpr = R.piece
+            for start in tl.static_range(0, H, PIECE):
+                cols, bits, block, scale = encoded(source, x_h, start, H, R)
+                for k in tl.static_range(COPIES):
+                    at = tl.sum(tl.where(kk == k, place, 0), 0).to(tl.int64)
+                    tl.store(out + at * H + cols, bits, mask=(cols < H) & (at >= 0))
+                    tl.store(out_scales + at * R.scales + block, scale, mask=(block < R.scales) & (at >= 0))
+        else:
+            for start in tl.static_range(0, H, BLOCK):
+                cols = start + tl.arange(0, BLOCK)
+                if start > 0:
+                    value = tl.load(source + cols.to(tl.int64) * (x_h if s == RANK else 1), mask=cols < H)
+                for k in tl.static_range(COPIES):
+                    at = tl.sum(tl.where(kk == k, place, 0), 0)
+                    tl.store(out + at.to(tl.int64) * H + cols, value, mask=(cols < H) & (at >= 0))
+            if R.scales > 0:
+                if s == RANK:
+                    scales_from = scales + token.to(tl.int64) * scales_t
+                else:
+                    scales_from = scales_at(mine, L.scales, out_scales, s * M + row, R)
+                for k in tl.static_range(COPIES):
+                    at = tl.sum(tl.where(kk == k, place, 0), 0).to(tl.int64)
+                    if at >= 0:
+                        copy_scales(scales_from, scales_s if s == RANK else 1, out_scales + at * R.scales, R)
 
 
 @triton.jit
@@ -242,8 +335,27 @@ def _read_header(s, mine, ctl, alarm, step, L: tl.constexpr, M: tl.constexpr, K:
     gone, other = has_gone(flags(mine, L.gone) + s, step), (topk != K) | (code != CODE)
     bad = gone | other | (status != 0)
     if bad & (late == 0):
-        report(ctl, alarm, tl.where(gone, PEER_GONE, tl.where(status != 0, PEER_FAILED, MISMATCH)), s, step)
+        kind = tl.where(gone, PEER_GONE, tl.where(status != 0, PEER_FAILED, MISMATCH))
+        report(ctl, alarm, kind, s, tl.where(kind == MISMATCH, unlike(step, topk, code), step))
     return tl.where(bad | (late != 0) | (rows > M), -1, rows)
+
+
+@triton.jit
+def _judged_header(s, pid, mine, ctl, alarm, step, ranks, L: tl.constexpr, RANK: tl.constexpr, M: tl.constexpr,
+                   K: tl.constexpr, CODE: tl.constexpr):  # fmt: skip
+    """Rows that rank ``s`` brings, whose flag is there: -1 if it failed in this step, ABSENT if it does not count."""
+    head = words(mine, L.head) + s * L.head_words
+    rows, topk, code, status = tl.load(head), tl.load(head + 1), tl.load(head + 2), tl.load(head + 3)
+    gone, failed, other = has_gone(flags(mine, L.gone) + s, step), status != 0, (topk != K) | (code != CODE)
+    elsewhere, unheard = hear(head, step, ranks, RANK)
+    if gone:
+        condemn(s, step, DISPATCH, ctl)
+    elif (failed | other) & (elsewhere == 0):
+        number = tl.where(failed, step, unlike(step, topk, code))
+        report(ctl, alarm, tl.where(failed, PEER_FAILED, MISMATCH), s, number)
+    if (pid == 0) & (gone == 0) & (elsewhere | unheard):
+        fall_behind(ctl)
+    return tl.where(gone | elsewhere, ABSENT, tl.where(failed | other | (rows > M), -1, rows))
 
 
 @triton.jit
@@ -260,8 +372,8 @@ def _rows_before(s, local, counts, slot, mine, firsts, L: tl.constexpr, S: tl.co
 
 
 @triton.jit
-def _count_experts(counts, out_counts, slot, mine, firsts, L: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr,
-                   W: tl.constexpr, LOCAL: tl.constexpr):  # fmt: skip
+def _count_experts(counts, out_counts, slot, mine, firsts, ctl, L: tl.constexpr, S: tl.constexpr,
+                   RANK: tl.constexpr, W: tl.constexpr, LOCAL: tl.constexpr, COUNTS: tl.constexpr):  # fmt: skip
     for start in range(0, LOCAL, 256):
         e = start + tl.arange(0, 256)
         total = tl.zeros([256], tl.int32)
@@ -272,6 +384,8 @@ def _count_experts(counts, out_counts, slot, mine, firsts, L: tl.constexpr, S: t
                 per_expert = words(mine, L.head) + s * L.head_words + _HEAD
             total += tl.load(per_expert + e, mask=(e < LOCAL) & (counts[s] >= 0), other=0)
         tl.store(out_counts + e, total, mask=e < LOCAL)
+        if COUNTS is not None:
+            add_vector(ctl + COUNTS.experts + e, total, (e < LOCAL) & (total > 0))
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..geometry import CONTROL
+from .judging import COMBINE, DISPATCH, counting, has, numbered, sign, wait_for
 from .signals import FOREVER, TIMEOUT_COMBINE, TIMEOUT_DISPATCH, enter, flags, release, wait, words
 
 _LAUNCHES = tl.constexpr(CONTROL.launches)
@@ -18,36 +19,50 @@ _LAUNCHES = tl.constexpr(CONTROL.launches)
 
 @triton.jit
 def fail(slot, peers, ctl, alarm, L: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr,
-         PROGRAMS: tl.constexpr, EARLY: tl.constexpr, FRESH: tl.constexpr, WAIT: tl.constexpr):  # fmt: skip
+         PROGRAMS: tl.constexpr, EARLY: tl.constexpr, FRESH: tl.constexpr, WAIT: tl.constexpr,
+         TOLERANT: tl.constexpr):  # fmt: skip
     """Give up the step that ``slot`` has dispatched, or (``FRESH``) the next one before anything was sent."""
     enter(EARLY)
     if FRESH:
         step = (tl.atomic_add(ctl + _LAUNCHES, PROGRAMS, sem="relaxed", scope="gpu") // PROGRAMS) + 1
+        step = numbered(step, ctl, TOLERANT)
     else:
         step = tl.load((slot + S.step).to(tl.pointer_type(tl.int64)))
     to_set = (step % 2) * L.set_bytes
     mine = tl.load(peers + RANK) + to_set
+    ranks = counting(ctl, step, DISPATCH, RANK, W) if TOLERANT else -1
     for j in tl.static_range(1, W):
-        there = tl.load(peers + (RANK + j) % W) + to_set
-        if FRESH:
-            tl.store(words(there, L.head) + RANK * L.head_words + 3, 1)
-            release(flags(there, L.head_flag) + RANK, step)
-        tl.store(words(there, L.comb_status) + RANK, 1)
-        release(flags(there, L.done_flag) + RANK, step)
-        release(flags(there, L.comb_flag) + RANK, step)
+        if has(ranks, (RANK + j) % W):
+            there = tl.load(peers + (RANK + j) % W) + to_set
+            if FRESH:
+                head = words(there, L.head) + RANK * L.head_words
+                tl.store(head + 3, 1)
+                if TOLERANT:
+                    sign(head, step, ranks, RANK)
+                release(flags(there, L.head_flag) + RANK, step)
+            tl.store(words(there, L.comb_status) + RANK, 1)
+            release(flags(there, L.done_flag) + RANK, step)
+            release(flags(there, L.comb_flag) + RANK, step)
     if WAIT:
         for j in tl.static_range(1, W):
             peer = (RANK + j) % W
-            wait(flags(mine, L.head_flag) + peer, step, ctl, alarm, TIMEOUT_DISPATCH, peer)
-            wait(flags(mine, L.comb_flag) + peer, step, ctl, alarm, TIMEOUT_COMBINE, peer)
+            head_flag, comb_flag = flags(mine, L.head_flag) + peer, flags(mine, L.comb_flag) + peer
+            if TOLERANT:
+                if has(ranks, peer):
+                    late = wait_for(head_flag, peer, step, DISPATCH, ctl, peers, ranks, True, L, RANK, W)
+                    if late == 0:
+                        wait_for(comb_flag, peer, step, COMBINE, ctl, peers, ranks, True, L, RANK, W)
+            else:
+                wait(head_flag, step, ctl, alarm, TIMEOUT_DISPATCH, peer)
+                wait(comb_flag, step, ctl, alarm, TIMEOUT_COMBINE, peer)
 
 
 @triton.jit
 def depart(peers, ctl, L: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr, PROGRAMS: tl.constexpr,
-           EARLY: tl.constexpr):  # fmt: skip
+           EARLY: tl.constexpr, TOLERANT: tl.constexpr):  # fmt: skip
     """Say that this rank takes part in no further step. What it sent before stays as it is."""
     enter(EARLY)
-    first = tl.load(ctl + _LAUNCHES) // PROGRAMS + 1
+    first = numbered(tl.load(ctl + _LAUNCHES) // PROGRAMS + 1, ctl, TOLERANT)
     for j in tl.static_range(1, W):
         for parity in tl.static_range(2):
             there = tl.load(peers + (RANK + j) % W) + parity * L.set_bytes

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-from ..geometry import CONTROL
+from ..geometry import CONTROL, ROUND_SHIFT
+from ..geometry import FOREVER as _FOREVER
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 _ERROR = tl.constexpr(CONTROL.error)
 _BUDGET = tl.constexpr(CONTROL.budget_ns)
+_STEP_BITS = tl.constexpr((1 << ROUND_SHIFT) - 1)
 
 TIMEOUT_DISPATCH = tl.constexpr(1)
 TIMEOUT_COMBINE = tl.constexpr(2)
@@ -25,9 +27,9 @@ PEER_FAILED = tl.constexpr(3)
 MISMATCH = tl.constexpr(4)
 OVERFLOW = tl.constexpr(5)
 PEER_GONE = tl.constexpr(6)
+UNEXPECTED = tl.constexpr(16)
 
-FOREVER = tl.constexpr(1 << 62)
-"""What a rank that ends leaves in its flags: nobody waits for it any more. ``gone`` says from which step on."""
+FOREVER = tl.constexpr(_FOREVER)
 
 if INTERPRETED:
 
@@ -44,6 +46,11 @@ if INTERPRETED:
     def poll(flag, value, budget_ns):
         """Wait until ``flag`` holds at least ``value``. Returns 1 if the budget ran out, on all threads alike."""
         return (tl.load(flag) < value).to(tl.int32)
+
+    @triton.jit
+    def now_ns():
+        """A clock in nanoseconds."""
+        return tl.cast(0, tl.int64)
 
 else:
 
@@ -102,13 +109,24 @@ else:
             pack=1,
         )
 
+    @triton.jit
+    def now_ns():
+        """A clock in nanoseconds."""
+        return globaltimer()
+
 
 @triton.jit
 def report(ctl, alarm, code, rank, number):
     """Keep the first error of a Fleet: on the device, and in ``alarm``, which the host reads without a wait."""
-    word = code + (rank << 8) + (tl.cast(number, tl.int64) << 24)
+    word = code + (rank << 8) + ((tl.cast(number, tl.int64) & _STEP_BITS) << 24)
     if tl.atomic_cas(ctl + _ERROR, tl.cast(0, tl.int64), tl.cast(word, tl.int64)) == 0:
         tl.store(alarm, word)
+
+
+@triton.jit
+def unlike(step, topk, code):
+    """What a MISMATCH says beside the rank: its K (0: not its fault), its row type, and the step."""
+    return (tl.cast(step, tl.int64) << 16) + (code.to(tl.int64) << 8) + topk
 
 
 @triton.jit

@@ -1,0 +1,286 @@
+"""Judging peers, with fault tolerance: whom a phase of a step counts, decided once and obeyed by every program.
+
+A step and its round are one number, the round above the step (``ROUND_SHIFT``), so a flag of an older round satisfies
+no wait of a newer one. Phases have numbers as well, ``2 * step`` for dispatch and one more for combine. ``left[p]`` is
+the last phase that rank ``p`` counts in: FOREVER while it is trusted, 0 while it is masked, and the phase in which it
+was accused from then on. It changes during a phase only to that phase, so all programs of a launch agree on who counts.
+
+Usually every flag is there soon and nothing is decided. A program that waits longer checks in. Only once all have may
+somebody be left out: whoever did not check in has seen every flag, and then the flag is there for all. One compare-and-
+set on the phase's verdict ends it, and all that checked in obey. Program 0 alone keeps the time, looks for reasons, and
+tells the peers that it waits, so that they are patient with it.
+
+What programs branch on is the same for all their threads: results of atomics and of ``poll``, never of plain loads of
+words that somebody may be changing.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..geometry import BOARD, CONTROL, ROUND_SHIFT
+from .signals import FOREVER, INTERPRETED, flags, poll, release
+
+_BUDGET = tl.constexpr(CONTROL.budget_ns)
+_BASE = tl.constexpr(CONTROL.base)
+_BOARD = tl.constexpr(CONTROL.board)
+_VERDICT = tl.constexpr(CONTROL.verdict)
+_STUCK = tl.constexpr(CONTROL.stuck)
+_LEFT = tl.constexpr(CONTROL.left)
+_DEAD = tl.constexpr(BOARD.dead)
+_ROUND_NOW = tl.constexpr(BOARD.round)
+_COMPILING = tl.constexpr(BOARD.compiling)
+_ACCUSED = tl.constexpr(BOARD.accused)
+_BEHIND = tl.constexpr(BOARD.behind)
+_SHIFT = tl.constexpr(ROUND_SHIFT)
+_STEP_BITS = tl.constexpr((1 << ROUND_SHIFT) - 1)
+_ALONE = tl.constexpr(INTERPRETED)  # programs run one after the other: the first decides for all
+
+_ROUND, _STEP, _RANKS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)  # words of a header, see HEAD_WORDS
+
+DISPATCH = tl.constexpr(0)
+COMBINE = tl.constexpr(1)
+
+SOON_NS = tl.constexpr(30_000)
+"""How long a program waits before it checks in."""
+
+SLICE_NS = tl.constexpr(50_000)
+"""Between two looks at more than the flag, and all that one counts towards the budget: a program that was itself held
+up, by another process on its GPU, does not blame the time on its peers."""
+
+PATIENCE = tl.constexpr(3)
+"""Budgets for which a wait is prolonged while the peer says that it waits for somebody else."""
+
+COMPILING_NS = tl.constexpr(120_000_000_000)
+"""How long a wait is prolonged while the peer says that it compiles a kernel."""
+
+ABSENT = tl.constexpr(-2)
+"""Rows of a rank that does not count; of one that failed in this step they are -1."""
+
+NOT_SERVED = tl.constexpr(2)
+"""Status of a combine header to a rank whose dispatch did not count here."""
+
+
+@triton.jit
+def numbered(step, ctl, TOLERANT: tl.constexpr):
+    """A step's number with its round."""
+    if TOLERANT:
+        step += tl.load(ctl + _BASE)
+    return step
+
+
+@triton.jit
+def counting(ctl, step, phase: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr):
+    """Peers that count in a phase, as bits: neither masked nor accused before it."""
+    ranks = tl.cast(0, tl.int64)
+    for j in tl.static_range(1, W):
+        p = (RANK + j) % W
+        ranks |= tl.where(tl.load(ctl + _LEFT + p) >= 2 * step + phase, tl.cast(1, tl.int64) << p, 0)
+    return ranks
+
+
+@triton.jit
+def has(ranks, p):
+    """Whether rank ``p`` is among these."""
+    return ((ranks >> p) & 1) != 0
+
+
+@triton.jit
+def look_soon(flag, step, ranks, p: tl.constexpr):
+    """Wait a little for the flag of rank ``p``, if it is among ``ranks``. Its bit if it is missing."""
+    late = tl.cast(0, tl.int32)
+    if has(ranks, p):
+        late = poll(flag, step, SOON_NS)
+    return late.to(tl.int64) << p
+
+
+@triton.jit
+def sign(head, step, ranks, RANK: tl.constexpr):
+    """Write into a dispatch header where this rank stands: round, step, and whom it counts."""
+    tl.store(head + _ROUND, (step >> _SHIFT).to(tl.int32))
+    tl.store(head + _STEP, step.to(tl.int32))
+    tl.store(head + _RANKS, (ranks | 1 << RANK).to(tl.int32))
+
+
+@triton.jit
+def hear(head, step, ranks, RANK: tl.constexpr):
+    """Whether a header is of another round or step than this rank's, and whether its sender leaves out a rank that this
+    one counts."""
+    elsewhere = (tl.load(head + _ROUND) != (step >> _SHIFT).to(tl.int32)) | (tl.load(head + _STEP) != step.to(tl.int32))
+    return elsewhere, ((ranks | 1 << RANK).to(tl.int32) & ~tl.load(head + _RANKS)) != 0
+
+
+@triton.jit
+def condemn(p, step, phase: tl.constexpr, ctl):
+    """Accuse rank ``p`` in this phase: it counts in no later one, and the host is told. The first time only."""
+    phase_number = 2 * step + phase
+    if tl.atomic_cas(ctl + _LEFT + p, tl.cast(FOREVER, tl.int64), phase_number) == FOREVER:
+        release(_board(ctl) + _ACCUSED + p, phase_number)
+
+
+@triton.jit
+def fall_behind(ctl):
+    """Tell the host that the others know more than this rank."""
+    release(_board(ctl) + _BEHIND, tl.cast(1, tl.int64))
+
+
+@triton.jit
+def decide(flag, step, phase: tl.constexpr, ranks, missing, ctl, peers, pid, PROGRAMS: tl.constexpr, L: tl.constexpr,
+           RANK: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    """Those of ``ranks`` that count in this phase, as bits; ``flag`` is the first of their flags.
+
+    ``PROGRAMS`` of this launch take part, and ``missing`` is what ``look_soon`` found.
+    """
+    present = ranks
+    if _ALONE | (missing != 0):
+        present = _judge(flag, step, phase, ranks, ctl, peers, pid, PROGRAMS, L, RANK, W)
+    return present
+
+
+@triton.jit
+def _judge(flag, step, phase: tl.constexpr, ranks, ctl, peers, pid, PROGRAMS: tl.constexpr, L: tl.constexpr,
+           RANK: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    verdict, stuck = ctl + _VERDICT + phase, ctl + _STUCK + 2 * phase + step % 2
+    tag, mark = step & 0xFFFFFFFF, (step & _STEP_BITS) << 16
+    tl.atomic_max(stuck, mark)
+    tl.atomic_add(stuck, 1)
+    budget = tl.load(ctl + _BUDGET)
+    slice_ns = budget if _ALONE else budget - budget + SLICE_NS
+    nobody = tl.cast(0, tl.int64)
+    accused, ahead, told, spent, prolonged, spared = nobody, nobody, nobody, nobody, nobody, nobody
+    decided = tl.atomic_add(verdict, 0)
+    while (decided >> 32) & 0xFFFFFFFF != tag:
+        awaited, missing = ranks & ~(accused | ahead), nobody
+        for j in tl.static_range(1, W):
+            p = (RANK + j) % W
+            if has(awaited, p):
+                missing |= poll(flag + p, step, tl.where(missing == 0, slice_ns, 0)).to(tl.int64) << p
+        if missing == 0:
+            tl.atomic_cas(verdict, decided, (tag << 32) | awaited)
+        elif pid == 0:
+            patient, compiling = nobody, nobody
+            may = (tl.atomic_add(stuck, 0) == mark + PROGRAMS) | _ALONE
+            for j in tl.static_range(1, W):
+                p = (RANK + j) % W
+                if has(missing, p):
+                    gone, later, waits, busy = _look(p, step, ctl, peers, L, RANK)
+                    one = tl.cast(1, tl.int64) << p
+                    if (poll(flag + p, step, 0) != 0) & may:  # what a dead peer had committed counts
+                        over = _over(waits, busy, spent, prolonged, spared, budget)
+                        accused |= tl.where((gone != 0) | ((later == 0) & over), one, 0)
+                        ahead |= tl.where((gone == 0) & (later != 0), one, 0)
+                    patient |= tl.where(waits != 0, one, 0)
+                    compiling |= tl.where(busy != 0, one, 0)
+            left = missing & ~(accused | ahead)
+            if left != missing:
+                spent = nobody  # whoever waited for those begins only now
+            elif ((left & ~compiling) == 0) & (spared < COMPILING_NS):
+                spared += slice_ns
+            elif ((left & ~(patient | compiling)) == 0) & (prolonged < PATIENCE * budget):
+                prolonged += slice_ns
+            else:
+                spent += slice_ns
+            if left != told:
+                _say(left, peers, ranks, L, RANK, W)
+                told = left
+        decided = tl.atomic_add(verdict, 0)
+    if told != 0:
+        _say(nobody, peers, ranks, L, RANK, W)
+    present = decided & 0xFFFFFFFF
+    if pid == 0:
+        for j in tl.static_range(1, W):
+            p = (RANK + j) % W
+            if has(accused & ~present, p):
+                condemn(p, step, phase, ctl)
+        if (ahead & ~present) != 0:
+            fall_behind(ctl)
+    return present
+
+
+@triton.jit
+def wait_for(flag, p, step, phase: tl.constexpr, ctl, peers, ranks, say, L: tl.constexpr, RANK: tl.constexpr,
+             W: tl.constexpr):  # fmt: skip
+    """Wait for one flag of rank ``p`` that only some programs need, such as a row's. Returns 1 if it never comes: the
+    rank is then accused, or ahead of this one. ``say``: whether this program tells the peers that it waits."""
+    late = poll(flag, step, SOON_NS)
+    if late != 0:
+        late = _insist(flag, p, step, phase, ctl, peers, ranks, say, L, RANK, W)
+    return late
+
+
+@triton.jit
+def _insist(flag, p, step, phase: tl.constexpr, ctl, peers, ranks, say, L: tl.constexpr, RANK: tl.constexpr,
+            W: tl.constexpr):  # fmt: skip
+    budget = tl.load(ctl + _BUDGET)
+    slice_ns = budget if _ALONE else budget - budget + SLICE_NS
+    one, nobody = tl.cast(1, tl.int64) << p, tl.cast(0, tl.int64)
+    if say:
+        _say(one, peers, ranks, L, RANK, W)
+    spent, prolonged, spared, late, over = nobody, nobody, nobody, 1, False
+    while (late != 0) & (over == 0):
+        gone, later, waits, busy = _look(p, step, ctl, peers, L, RANK)
+        late = poll(flag, step, slice_ns)
+        over = (gone != 0) | (later != 0) | _over(waits, busy, spent, prolonged, spared, budget)
+        if (late != 0) & over:
+            if (gone != 0) | (later == 0):
+                condemn(p, step, phase, ctl)
+            else:
+                fall_behind(ctl)
+        if (busy != 0) & (spared < COMPILING_NS):
+            spared += slice_ns
+        elif (waits != 0) & (prolonged < PATIENCE * budget):
+            prolonged += slice_ns
+        else:
+            spent += slice_ns
+    if say:
+        _say(nobody, peers, ranks, L, RANK, W)
+    return late
+
+
+@triton.jit
+def _over(waits, busy, spent, prolonged, spared, budget):
+    """Whether the time is up for a peer that says, or does not, that it waits for somebody else or compiles."""
+    patience = ((waits == 0) | (prolonged >= PATIENCE * budget)) & ((busy == 0) | (spared >= COMPILING_NS))
+    return (spent >= budget) & patience
+
+
+@triton.jit
+def _look(p, step, ctl, peers, L: tl.constexpr, RANK: tl.constexpr):
+    """Whether rank ``p`` is gone or was accused before; is in a later round; says that it waits for somebody else; says
+    that it compiles."""
+    mine = tl.load(peers + RANK)
+    dead = poll(_board(ctl) + _DEAD + p, tl.cast(1, tl.int64), 0) == 0
+    gone = dead | (tl.atomic_add(ctl + _LEFT + p, 0) != FOREVER)
+    later = poll(flags(mine, L.round_of) + p, (step >> _SHIFT) + 1, 0) == 0
+    waits = poll(flags(mine, L.waiting) + p, tl.cast(1, tl.int64), 0) == 0
+    busy = poll(flags(mine, L.compiling) + p, tl.cast(1, tl.int64), 0) == 0
+    return gone.to(tl.int32), later.to(tl.int32), waits.to(tl.int32), busy.to(tl.int32)
+
+
+@triton.jit
+def _say(missing, peers, ranks, L: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr):
+    """Tell each peer whether this rank waits for somebody else than it."""
+    for j in tl.static_range(1, W):
+        d = (RANK + j) % W
+        if has(ranks, d):
+            others = (missing & ~(tl.cast(1, tl.int64) << d)) != 0
+            release(flags(tl.load(peers + d), L.waiting) + RANK, others.to(tl.int64))
+
+
+@triton.jit
+def _board(ctl):
+    """Words in pinned host memory: deaths, which the host writes, and accusations, which it reads."""
+    return tl.load(ctl + _BOARD).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def announce(peers, ctl, L: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr):
+    """Tell all peers what the board says: the round that this rank is in, so that whoever waits for it in a step of an
+    earlier one stops waiting; and whether it compiles, so that whoever waits for it is patient."""
+    round_, compiling = tl.load(_board(ctl) + _ROUND_NOW), tl.load(_board(ctl) + _COMPILING)
+    for j in tl.static_range(1, W):
+        there = tl.load(peers + (RANK + j) % W)
+        release(flags(there, L.round_of) + RANK, round_)
+        release(flags(there, L.compiling) + RANK, compiling)
