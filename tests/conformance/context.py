@@ -20,14 +20,19 @@ from moefleet import (
     Handle,
     HandleAlgoKnobTopKWeights,
     HandleParams,
+    NVLinkConfig,
     create_fleet,
     reference,
 )
+from moefleet.config import CommConfig
+from moefleet.fleet import Meeting
 from moefleet.knobs import FleetAlgoKnob, HandleAlgoKnob
 from tests.strategies import Problem
 
 WAIT_S = 30.0
 """Longest wait of a Fleet under test for a peer: only a hang takes that long."""
+GPU_WAIT_S = 60.0
+"""The same where a peer may be compiling kernels."""
 NAN = float("nan")
 
 
@@ -44,11 +49,15 @@ class Received(NamedTuple):
 
 @dataclass
 class RankContext:
-    """One rank, and the Fleets it builds in a call; they are destroyed at its end."""
+    """One rank, and the Fleets it builds in a call; they are destroyed at its end.
+
+    ``config``: the transport's options, where others than its defaults are tested.
+    """
 
     bootstrap: BootstrapConfig
     transport: str
     fleets: list[Fleet] = field(default_factory=list)
+    config: CommConfig | None = None
 
     @property
     def rank(self) -> int:
@@ -62,9 +71,17 @@ class RankContext:
     def device(self) -> torch.device:
         return torch.device(self.bootstrap.device or "cpu")
 
-    def fleet(self, params: FleetParams, knobs: list[FleetAlgoKnob] | None = None, **bootstrap: Any) -> Fleet:
+    def fleet(
+        self,
+        params: FleetParams,
+        knobs: list[FleetAlgoKnob] | None = None,
+        *,
+        meeting: Meeting | None = None,
+        **bootstrap: Any,
+    ) -> Fleet:
         """A Fleet of the transport under test; keyword arguments replace fields of the bootstrap."""
-        self.fleets.append(create_fleet(replace(self.bootstrap, **bootstrap), params, knobs or (), self.transport))
+        boot = replace(self.bootstrap, **bootstrap)
+        self.fleets.append(create_fleet(boot, params, knobs or (), self.config or self.transport, meeting=meeting))
         return self.fleets[-1]
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -87,13 +104,16 @@ class RankContext:
 
 def enter(bootstrap: BootstrapConfig, fn: Callable[..., Any], transport: str, device: str, args: tuple) -> Any:
     """Run ``fn(context, *args)`` on this rank and bring what it returns to the CPU."""
-    place = torch.device(device)
+    place, config, wait_s = torch.device(device), None, WAIT_S
     if place.type == "cuda":
         os.environ["MOEFLEET_CHECK"] = "1"  # what a kernel meets is raised by the call that launched it
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # ranks may outnumber GPUs
         place = torch.device("cuda", bootstrap.rank % torch.cuda.device_count())
         torch.cuda.set_device(place)
-    context = RankContext(replace(bootstrap, device=place, timeout_s=WAIT_S), transport)
+        wait_s = GPU_WAIT_S
+        if transport == "nvlink" and bootstrap.world_size > torch.cuda.device_count():
+            config = NVLinkConfig(programs=8)  # kernels that wait take turns on a GPU: small ones do so quickly
+    context = RankContext(replace(bootstrap, device=place, timeout_s=wait_s), transport, config=config)
     try:
         return to_cpu(fn(context, *args))
     finally:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moefleet import EpLayout, FleetParams
+from moefleet.knobs import FP8E4M3
 from moefleet.launch import RankPool, RankResult
 from tests.conformance.context import enter
 from tests.conformance.transports import PROMISES, Transport
@@ -39,6 +40,8 @@ class Ranks:
     def outcomes(self, fn: Callable[..., Any], *args: Any, world: int = 3, timeout_s: float = 90.0) -> list[RankResult]:
         """As a call, with every rank's error as a value."""
         call = (fn, self.transport.name, self.device, args)
+        if self.device != "cpu":
+            timeout_s *= 2  # kernels are compiled for each size
         return self._pool.run(enter, *call, world_size=world, timeout_s=timeout_s)
 
     # What the transport can do.
@@ -47,6 +50,12 @@ class Ranks:
         """Skip the test unless the transport promises this."""
         if not self.transport.has(promise):
             pytest.skip(f"{self.transport.name} does not promise {promise!r}: {PROMISES[promise]}")
+
+    def require_quantisation(self) -> None:
+        """Skip the test unless the transport makes fp8 rows of tokens."""
+        limits = self.transport.limits
+        if limits is None or FP8E4M3 not in limits.quants:
+            pytest.skip(f"{self.transport.name} does not quantise rows")
 
     def require_fit(self, params: FleetParams, world: int) -> FleetParams:
         """Skip the test where the transport's limits refuse these parameters."""

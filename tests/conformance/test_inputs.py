@@ -69,9 +69,15 @@ def test_slices_and_views(ranks: Ranks, layout: EpLayout, which: str) -> None:
     by_rank = ranks(strided, params, problem, which)
     for index in range(len(WAYS) + 1):
         check_step(problem, params, [got[index] for got in by_rank], ranks.transport.has("canonical_order"))
-    if which != "rows":  # sums over rows of another stride may round in another order
-        for first, *others in by_rank:
-            assert all(torch.equal(first[1], other[1]) for other in others)
+    for first, *others in by_rank:
+        assert all(torch.equal(first[1], other[1]) for other in others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_over_rows_of_any_stride_are_rounded_alike(ranks: Ranks, layout: EpLayout, dtype: torch.dtype) -> None:
+    problem = ranks.problem([9, 5], experts=8, topk=8, hidden=72, dtype=dtype, special="distinct")
+    for first, *others in ranks(strided, ranks.params(problem, layout), problem, "rows", world=2):
+        assert all(torch.equal(first[1], other[1]) for other in others)
 
 
 def one_row_for_all(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:

@@ -129,7 +129,7 @@ class Breaks(ExpertKernel):
 
     def compute(self, out: Any, layout: EpLayout, weights: Any, *, into: Any = None) -> torch.Tensor:
         if self.next_raises:
-            raise ZeroDivisionError("an expert divided by zero")
+            raise ZeroDivisionError("an expert divided by zero. " + "And again. " * 100)
         from moefleet.kernels import get_kernel
 
         return get_kernel("identity").compute(out, layout, None, into=into)
@@ -166,6 +166,9 @@ def test_an_exception_in_the_experts_of_one_rank(ranks: Ranks, layout: EpLayout)
                 assert isinstance(outcome, ZeroDivisionError)
             else:
                 assert isinstance(outcome, MoEEpPeerError) and outcome.rank == 1
+                if ranks.transport.has("peer_reasons"):
+                    assert outcome.reason.startswith("ZeroDivisionError: an expert divided by zero. And")
+                    assert len(outcome.reason.encode()) <= 512
 
 
 def wrong_count(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:

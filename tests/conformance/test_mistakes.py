@@ -145,7 +145,9 @@ def follow(ctx: RankContext, params: FleetParams, problem: Problem, plan: Plan) 
     return got
 
 
-def check_plan(by_rank: list[Any], plan: Plan, problem: Problem, params: FleetParams, canonical: bool) -> None:
+def check_plan(ranks: Ranks, params: FleetParams, problem: Problem, plan: Plan) -> None:
+    by_rank = ranks(follow, params, problem, plan)
+    canonical, reasons = ranks.transport.has("canonical_order"), ranks.transport.has("peer_reasons")
     for turn, wrong in enumerate(plan):
         outcomes = [got[turn] for got in by_rank]
         if wrong is None:
@@ -159,8 +161,10 @@ def check_plan(by_rank: list[Any], plan: Plan, problem: Problem, params: FleetPa
             where = f"step {turn}, rank {rank}, {mistake} on rank {culprit}: {outcome!r}"
             if rank != culprit:
                 assert isinstance(outcome, MoEEpPeerError) and outcome.rank == culprit, where
-                assert f"rank {culprit}" in str(outcome) and outcome.reason in str(outcome), where
-                assert re.search(message or "destroyed", outcome.reason), where
+                assert f"rank {culprit}" in str(outcome), where
+                if reasons:
+                    assert outcome.reason in str(outcome), where
+                    assert re.search(message or "destroyed", outcome.reason), where
             elif message:
                 assert isinstance(outcome, MoEEpConfigError) and re.search(message, str(outcome)), where
                 assert "allowed" in str(outcome), where
@@ -193,7 +197,7 @@ def test_one_rank_alone(ranks: Ranks, layout: EpLayout, problem: Problem, mistak
     params = ranks.params(problem, layout, max_tokens_per_rank=M, max_topk=4)
     wrong = (1, mistake)
     plan: Plan = [None, wrong, None, wrong, wrong, wrong, None, None]
-    check_plan(ranks(follow, params, problem, plan), plan, problem, params, ranks.transport.has("canonical_order"))
+    check_plan(ranks, params, problem, plan)
 
 
 def test_mistakes_at_random(ranks: Ranks, layout: EpLayout, problem: Problem) -> None:
@@ -204,7 +208,7 @@ def test_mistakes_at_random(ranks: Ranks, layout: EpLayout, problem: Problem) ->
     dice = random.Random(3)
     plan: Plan = [(dice.randrange(3), dice.choice(names)) if dice.random() < 0.5 else None for _ in range(120)]
     plan.append(None)
-    check_plan(ranks(follow, params, problem, plan), plan, problem, params, ranks.transport.has("canonical_order"))
+    check_plan(ranks, params, problem, plan)
 
 
 def several(ctx: RankContext, params: FleetParams, problem: Problem, culprits: list[set[int]]) -> list[Any]:
@@ -290,7 +294,7 @@ def opposite(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:
 def test_ranks_that_wait_for_each_other(ranks: Ranks, layout: EpLayout) -> None:
     """Calls in another order on every rank: an error that names both calls, on whoever saw it first, instead of a wait
     until the time-out. Nothing of one call is read as data of the other."""
-    ranks.require("peer_errors")
+    ranks.require("crossed_calls")
     problem = ranks.problem([4, 3], topk=K)
     params = ranks.params(problem, layout)
     by_rank = ranks(opposite, params, problem, world=2, timeout_s=20.0)
@@ -313,7 +317,7 @@ def one_does_not_come(ctx: RankContext, params: FleetParams, problem: Problem) -
 
 def test_a_rank_that_does_not_come_is_named(ranks: Ranks, layout: EpLayout, problem: Problem) -> None:
     """The wait ends after BootstrapConfig.timeout_s, says for whom it was, and the step is over for the late rank."""
-    ranks.require("peer_errors")
+    ranks.require("late_ranks")
     params = ranks.params(problem, layout)
     by_rank = ranks(one_does_not_come, params, problem)
     for error, _ in by_rank[:2]:

@@ -101,7 +101,8 @@ def test_more_rows_than_declared(ranks: Ranks) -> None:
         assert isinstance(mine, MoEEpConfigError)
         assert "max_recv_tokens_per_rank" in str(mine) and "9 rows" in str(mine) and "at most 5" in str(mine)
         for other in others:
-            assert isinstance(other, MoEEpPeerError) and other.rank == 0 and "9 rows" in other.reason
+            assert isinstance(other, MoEEpPeerError) and other.rank == 0
+            assert "9 rows" in other.reason or not ranks.transport.has("peer_reasons")
 
 
 def far_row(ctx: RankContext, params: FleetParams) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

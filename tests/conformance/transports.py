@@ -12,6 +12,9 @@ from moefleet import BootstrapConfig, Capability, FleetParams, Limits, available
 PROMISES = {
     "canonical_order": "rows lie in the order (source rank, token, slot), not in one of the library's own",
     "peer_errors": "a rank that fails alone tells its peers at once; they raise MoEEpPeerError and the next step works",
+    "peer_reasons": "and with the text of that rank's own error",
+    "crossed_calls": "ranks that make their calls in different orders are told so at once, and can go on",
+    "late_ranks": "without the knob too, a Fleet goes on after a rank that came too late",
     "strided_inputs": "tensors that are not contiguous are read correctly",
     "halves": "dispatch and combine have a sending and a receiving half",
     "combine_buffer": "combine_buffer() may give memory that combine reads in place",
@@ -19,9 +22,13 @@ PROMISES = {
 }
 """Words in ``Capability.features`` that tests ask for."""
 
-OWN = frozenset({"shm", "torch_dist", "nvlink"})
-"""Transports of this package that promise these three without saying so."""
-PROMISED_BY_OWN = frozenset({"canonical_order", "peer_errors", "strided_inputs"})
+BY_ALL_OWN = frozenset({"canonical_order", "peer_errors", "strided_inputs"})
+PROMISED_BY_OWN = {
+    "shm": BY_ALL_OWN | {"peer_reasons", "crossed_calls", "late_ranks"},
+    "torch_dist": BY_ALL_OWN | {"peer_reasons", "crossed_calls", "late_ranks"},
+    "nvlink": BY_ALL_OWN,  # a kernel says who failed, not why; it has one place to wait in, and no call to look at
+}
+"""What transports of this package promise without saying so."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Transport:
 
     def has(self, promise: str) -> bool:
         assert promise in PROMISES, f"{promise!r} is not one of {sorted(PROMISES)}"
-        return promise in self.capability.features or (self.name in OWN and promise in PROMISED_BY_OWN)
+        return promise in self.capability.features or promise in PROMISED_BY_OWN.get(self.name, ())
 
     def why_not(self, params: FleetParams, world_size: int, device: str) -> str:
         """What of its limits these parameters break; empty if nothing."""

@@ -24,6 +24,7 @@ class BareHandle(Handle):
     """Only what is abstract."""
 
     destroyed = 0
+    given_up: BaseException | None = None
 
     def dispatch(self, params: Any) -> Any: ...
 
@@ -67,6 +68,24 @@ def test_a_with_block_destroys(fleet: BareFleet) -> None:
         raise LookupError
     assert fleet.destroyed == 1
     assert isinstance(handle, BareHandle) and handle.destroyed == 1
+
+
+class TellingHandle(BareHandle):
+    """One that can say why."""
+
+    def give_up(self, error: BaseException) -> None:
+        assert not self.destroyed
+        self.given_up = error
+
+
+def test_an_exception_that_leaves_a_with_block_is_what_the_step_is_given_up_for() -> None:
+    error = LookupError("no such expert")
+    with pytest.raises(LookupError), TellingHandle() as handle:
+        raise error
+    assert (handle.given_up, handle.destroyed) == (error, 1)
+    with TellingHandle() as handle:
+        pass
+    assert (handle.given_up, handle.destroyed) == (None, 1)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ from moefleet import (
     create_fleet,
     register_fleet,
 )
-from moefleet.fleet import FleetSpec, registry
+from moefleet.fleet import FleetSpec, Meeting, registry
+from moefleet.fleet.create import agree
+from moefleet.placement import Placement
 from tests.fleet.threads import side_by_side
 
 PARAMS = FleetParams(4, 8, 16)
@@ -165,6 +167,94 @@ def test_a_config_reaches_its_transport() -> None:
     for fleet in side_by_side(2, build, ShmConfig(spin_us=7.0)):
         assert fleet.spec.config == ShmConfig(spin_us=7.0)
         assert fleet.passed_over == {}
+
+
+# A rank that fails.
+
+
+def break_down(self: Any, spec: FleetSpec) -> None:
+    Fleet.__init__(self, spec)
+    if spec.bootstrap.rank == 1:
+        raise MemoryError("no room for buffers")
+    spec.meeting.exchange("ready", dict)
+
+
+def test_a_rank_whose_transport_cannot_be_built_is_named() -> None:
+    paper("shm", __init__=break_down)
+    errors = side_by_side(3, build, "shm")
+    assert isinstance(errors.pop(1), MemoryError)
+    for error in errors:
+        assert isinstance(error, MoEEpPeerError) and error.rank == 1, error
+        assert str(error) == "rank 1 could not build the Fleet: MemoryError: no room for buffers"
+
+
+def mistyped(bootstrap: BootstrapConfig) -> Paper:
+    return build(bootstrap, "shn" if bootstrap.rank == 1 else "shm")
+
+
+def test_an_unknown_name_on_one_rank_is_told() -> None:
+    paper("shm")
+    errors = side_by_side(2, mistyped)
+    assert isinstance(errors[1], MoEEpUnknownBackendError)
+    assert isinstance(errors[0], MoEEpPeerError) and "shn" in errors[0].reason
+
+
+def comes_early(bootstrap: BootstrapConfig, ready: bool) -> Any:
+    """Everybody is at the meeting before it has read its weights; rank 1 cannot read them."""
+    meeting = Meeting(bootstrap)
+    with meeting.announcing():
+        if bootstrap.rank == 1 and not ready:
+            raise OSError("a file is broken")
+        return create_fleet(replace(bootstrap, timeout_s=19.0), PARAMS, backend="shm", meeting=meeting)
+
+
+def test_a_rank_that_does_not_get_as_far_as_create_fleet() -> None:
+    paper("shm")
+    errors = side_by_side(3, comes_early, False)
+    assert isinstance(errors.pop(1), OSError)
+    assert [error.reason for error in errors] == ["OSError: a file is broken"] * 2
+    for fleet in side_by_side(3, comes_early, True):
+        assert fleet.spec.meeting.bootstrap.timeout_s == 19.0
+
+
+def test_a_meeting_is_of_one_rank() -> None:
+    meeting = Meeting(BootstrapConfig(1, 0))
+    with pytest.raises(MoEEpConfigError, match="got rank 1 of 2, allowed rank 0 of 1"):
+        create_fleet(BootstrapConfig(2, 1), PARAMS, backend="shm", meeting=meeting)
+
+
+# Newcomers.
+
+
+def joins(bootstrap: BootstrapConfig, newcomer: int, backend: str) -> str:
+    """Two ranks run over "shm", and call a third."""
+    store = bootstrap.tcp_store
+    if bootstrap.rank == newcomer:
+        store.wait(["running"])
+        return build(bootstrap, backend).name
+    two = replace(bootstrap, world_size=2, rank=bootstrap.rank - (bootstrap.rank > newcomer))
+    running = Meeting(two)
+    running.exchange("hello", dict)
+    running.close()
+    store.set("running", "")
+    meeting = Meeting.next_generation(running, bootstrap)
+    spec = FleetSpec(bootstrap, PARAMS, (), None, meeting, "shm", Placement.contiguous(4, 3))
+    return agree(spec)[1].name
+
+
+@pytest.mark.parametrize("newcomer", [0, 2])
+def test_a_newcomer_may_leave_the_choice_to_the_running_fleet(newcomer: int) -> None:
+    for name in ("nvlink", "shm"):
+        paper(name)
+    assert side_by_side(3, joins, newcomer, "auto") == ["shm"] * 3
+
+
+def test_a_newcomer_that_asks_for_another_transport_is_told() -> None:
+    for name in ("nvlink", "shm"):
+        paper(name)
+    for error in side_by_side(3, joins, 2, "nvlink"):
+        assert isinstance(error, MoEEpConfigError)
+        assert "create_fleet backend: got shm on rank 0 and nvlink on rank 2" in str(error)
 
 
 # What ranks must agree on.

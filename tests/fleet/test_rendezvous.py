@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -18,7 +20,8 @@ from moefleet import (
     MoEEpStoreError,
     MoEEpTimeoutError,
 )
-from moefleet.fleet import Meeting, rendezvous
+from moefleet.fleet import Meeting, rendezvous, stores, vigil, witness
+from moefleet.fleet.witness import ENDED, identity
 from tests.fleet.threads import side_by_side
 
 
@@ -98,7 +101,7 @@ def comes_late(bootstrap: BootstrapConfig, late: int, gone: threading.Barrier) -
     return error, say(bootstrap, "second")
 
 
-@pytest.mark.parametrize("late", [1, 2])  # rank 0 opens meetings: without it there is none that could be over
+@pytest.mark.parametrize("late", [0, 1, 2])
 def test_who_comes_late_meets_the_others_at_the_next(late: int) -> None:
     """A meeting that a rank missed is over."""
     outcomes = side_by_side(3, comes_late, late, threading.Barrier(3))
@@ -144,6 +147,136 @@ def test_a_rank_that_fails_tells_all_others_also_those_that_come_later(culprits:
             assert error.reason == f"MoEEpConfigError: rank {error.rank} is out of words"
             assert str(error) == f"rank {error.rank} could not build the Fleet: {error.reason}"
         assert heard == [["again of 0", "again of 1", "again of 2"]]
+
+
+def stumbles(bootstrap: BootstrapConfig, error: Exception) -> Any:
+    """Rank 1 fails between two exchanges; rank 2 comes when that is long over."""
+    if bootstrap.rank == 2:
+        time.sleep(0.15)
+    meeting = Meeting(bootstrap)
+    with meeting.announcing():
+        meeting.exchange("first", dict)
+        if bootstrap.rank == 1:
+            raise error
+        meeting.exchange("second", dict)
+
+
+def test_a_rank_that_fails_between_exchanges_tells_all_others() -> None:
+    others = side_by_side(3, stumbles, OSError("no space " + "." * 10_000))
+    assert isinstance(others.pop(1), OSError)
+    for error in others:
+        assert isinstance(error, MoEEpPeerError) and error.rank == 1, error
+        assert error.reason.startswith("OSError: no space ...") and len(error.reason) <= vigil.REASON_CHARS
+
+
+def test_a_rank_that_blames_another_does_not_hide_what_that_one_says() -> None:
+    store = dist.HashStore()
+    first, second, third = (Meeting(BootstrapConfig(3, rank, tcp_store=store)) for rank in range(3))
+    first.fail(MoEEpPeerError("rank 1 ended", rank=1, reason="ended"))
+    second.fail(OSError("no space"))
+    first.fail(MoEEpPeerError("rank 1 ended", rank=1, reason="ended"))
+    with pytest.raises(MoEEpPeerError, match="rank 1 could not build the Fleet: OSError: no space"):
+        third.look()
+
+
+def gives_up(bootstrap: BootstrapConfig) -> Any:
+    """Rank 2 stays away, and rank 0 is the first to lose patience."""
+    if bootstrap.rank < 2:
+        mine = replace(bootstrap, timeout_s=0.3 if bootstrap.rank == 0 else bootstrap.timeout_s)
+        meeting = Meeting(mine)
+        with meeting.announcing():
+            meeting.exchange("hello", dict)
+
+
+def test_who_gives_up_waiting_says_so() -> None:
+    for error in side_by_side(3, gives_up)[:2]:
+        assert isinstance(error, MoEEpTimeoutError) and error.ranks == (2,), error
+        assert "rank 0 waited 0.3 s" in str(error)
+
+
+@pytest.fixture
+def ended() -> dict[str, Any]:
+    """The identity of a process that has ended."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        person = {**identity(), "pid": process.pid, "born": witness._process(process.pid)[1]}
+        assert witness.seen(person) == ""
+        process.kill()
+    assert witness.seen(person) == ENDED
+    return person
+
+
+def test_a_rank_whose_process_has_ended_is_not_waited_for(
+    ended: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+    with monkeypatch.context() as patch:
+        patch.setattr(rendezvous, "identity", lambda: ended)
+        said = Meeting(BootstrapConfig(2, 1, tcp_store=store))
+        said._guard(said.store.set, "first/1", '{"it": 7}')
+    meeting = Meeting(BootstrapConfig(2, 0, tcp_store=store))
+    assert meeting.exchange("first", lambda: {"it": 0}) == [{"it": 0}, {"it": 7}]  # what it left behind counts
+    with pytest.raises(MoEEpPeerError, match="rank 1 could not build the Fleet: its process has ended") as caught:
+        meeting.exchange("second", dict)
+    assert caught.value.rank == 1
+    with pytest.raises(MoEEpPeerError, match="rank 1"):
+        meeting.attend(lambda _: threading.Event().wait(60))
+
+
+def test_what_a_library_raises_or_returns_is_passed_on() -> None:
+    meeting = Meeting(BootstrapConfig(1, 0, timeout_s=0.3))
+    assert meeting.attend(lambda store: store.add("n", 5)) == 5
+    with pytest.raises(ZeroDivisionError):
+        meeting.attend(lambda _: 1 // 0)
+    with pytest.raises(MoEEpTimeoutError, match=r"waited 0\.3 s .* at 'a connection'"):
+        meeting.attend(lambda _: threading.Event().wait(60))
+
+
+# Who is who.
+
+
+def another_process() -> dict[str, Any]:
+    """One of this host that runs."""
+    return {**identity(), "pid": os.getppid(), "born": witness._process(os.getppid())[1]}
+
+
+def test_two_groups_on_one_store_without_prefixes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = dist.HashStore(), another_process()
+    first = Meeting(BootstrapConfig(2, 0, tcp_store=store))
+    monkeypatch.setattr(rendezvous, "identity", lambda: other)
+    with pytest.raises(MoEEpConfigError, match="PrefixStore") as caught:
+        Meeting(BootstrapConfig(2, 0, tcp_store=store))
+    assert f"process {os.getpid()}, which runs, is rank 0 as well" in str(caught.value)
+    Meeting(BootstrapConfig(2, 0, tcp_store=dist.PrefixStore("other", store)))
+    first.look()  # its own meeting is not spoiled
+
+
+def test_a_rank_may_change_its_number(ended: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 ended, and rank 2 goes on as rank 1; the newcomer becomes rank 2."""
+    store, other = dist.HashStore(), another_process()
+    for person, rank in ((ended, 1), (other, 2), (other, 1), (identity(), 2)):
+        monkeypatch.setattr(rendezvous, "identity", lambda person=person: person)
+        Meeting(BootstrapConfig(3, rank, tcp_store=store))
+
+
+def running(store: Any) -> Meeting:
+    """Rank 0 of a running Fleet of two, at the meeting to which it has called a new rank 1."""
+    before = Meeting(BootstrapConfig(1, 0, tcp_store=store))
+    before.close()  # as create_fleet does
+    return Meeting.next_generation(before, BootstrapConfig(2, 0, tcp_store=store))
+
+
+def test_a_place_is_taken_once_also_under_one_incarnation() -> None:
+    """A process that comes back with the incarnation of the one that it replaces is another process all the same."""
+    store = dist.HashStore()
+    there = running(store)
+    again = BootstrapConfig(2, 1, tcp_store=store, incarnation=7, timeout_s=0.2)
+    assert Meeting(again).generation == there.generation == 1
+    late = Meeting(again)  # it cannot join a meeting at which the others have read what the first one said
+    assert (late.incarnation, late.generation) == (7, 0) and late.fleet_id != there.fleet_id
+    there.close()
+    after = Meeting.next_generation(there, BootstrapConfig(2, 0, tcp_store=store))
+    called = Meeting(again)
+    assert (called.fleet_id, called.generation) == (after.fleet_id, after.generation)
 
 
 # Stores.
@@ -193,9 +326,9 @@ def test_a_store_of_the_environment_that_is_not_there(monkeypatch: pytest.Monkey
 def test_a_second_fleet_of_a_process_uses_the_same_store_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    monkeypatch.setattr(rendezvous, "_stores", {})
+    monkeypatch.setattr(stores, "_stores", {})
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    first, second = (rendezvous.resolve_store(BootstrapConfig(2, 0, timeout_s=20)) for _ in range(2))
+    first, second = (stores.resolve_store(BootstrapConfig(2, 0, timeout_s=20)) for _ in range(2))
     first.set("key", "value")
     assert second.get("key") == b"value"

@@ -15,7 +15,7 @@ import torch
 
 from ..config import BootstrapConfig, CommConfig, FleetParams
 from ..errors import MoEEpFaultToleranceUnsupportedError, MoEEpNotBuiltError
-from ..knobs import FleetAlgoKnob, HandleAlgoKnob
+from ..knobs import FleetAlgoKnob, HandleAlgoKnob, RowFormat
 from ..placement import Placement
 from ..tensors import CombineInputParams, CombineOutput, DispatchInputParams, DispatchOutput, HandleParams
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class FleetSpec:
     """All that a transport builds a Fleet from: the caller's values, and the meeting at which ranks exchange theirs.
+
+    A construction that ends with an exchange at the meeting gives all ranks a Fleet, or none; one that waits inside a
+    library does so in ``meeting.attend``. What it raises, the others are told.
 
     ``config`` is ``None`` where the caller gave a name only; ``backend`` is that name, also if it was "auto";
     ``placement`` is ``None`` for contiguous blocks.
@@ -95,17 +98,26 @@ class Handle(ABC):
         """
         return None
 
+    def give_up(self, error: BaseException) -> None:  # noqa: B027 - optional
+        """Fail the open step for ``error``, ahead of :meth:`destroy`; never waits. For what goes wrong between dispatch
+        and combine: peers read its type and text, as the reason of their MoEEpPeerError.
+
+        ``with handle:`` does this for an exception that leaves it. A transport without it tells its peers in
+        ``destroy`` that the step failed, but not why.
+        """
+
     def __enter__(self) -> Handle:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if value is not None:
+            self.give_up(value)
         self.destroy()
 
 
-def row_bytes(params: FleetParams, *, there: Sequence[int], back: Sequence[int]) -> list[int]:
+def row_bytes(rows: RowFormat, *, there: Sequence[int], back: Sequence[int]) -> list[int]:
     """``[W]`` bytes of the rows that went one way in dispatch (``there`` ``[W]``) and in combine (``back`` ``[W]``)."""
-    row = params.token_hidden_size * params.dtype_bytes
-    return [n * (row + params.scale_bytes_per_token) + m * row for n, m in zip(there, back, strict=True)]
+    return [n * rows.sent_bytes + m * rows.returned_bytes for n, m in zip(there, back, strict=True)]
 
 
 class Fleet(ABC):
@@ -116,6 +128,7 @@ class Fleet(ABC):
 
     Attributes:
         bootstrap, params, placement: what the Fleet was built from.
+        row_format: how rows travel, by these parameters and the knobs.
         why_not: for knobs that the transport cannot honour, the reason, where there is more to say than that.
         passed_over: for each transport that "auto" would have liked better, why it was not taken.
     """
@@ -128,6 +141,7 @@ class Fleet(ABC):
         self.bootstrap = spec.bootstrap
         self.params = spec.params
         self.placement = spec.placement or Placement.contiguous(spec.params.num_experts, spec.bootstrap.world_size)
+        self.row_format = RowFormat.of(spec.params, spec.knobs)
         self.passed_over: dict[str, str] = {}
 
     @classmethod
@@ -184,6 +198,9 @@ class Fleet(ABC):
         last counts are given, or MoEEpError is raised.
         """
         return {}
+
+    def require_replayable(self) -> None:  # noqa: B027 - optional
+        """Raise what speaks against replaying a captured step now. For transports with the feature ``graphs``."""
 
     @property
     def supports_fault_tolerance(self) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from ..config import BootstrapConfig, CommConfig, FleetParams, resolve_device
 from ..errors import MoEEpConfigError, MoEEpNotBuiltError, config_error
 from ..knobs import FleetAlgoKnob, FleetAlgoKnobFaultTolerance
@@ -33,6 +35,8 @@ def create_fleet(
     params: FleetParams,
     algo_knobs: Sequence[FleetAlgoKnob] = (),
     backend: str | CommConfig = "auto",
+    *,
+    meeting: Meeting | None = None,
 ) -> Fleet:
     """Build a Fleet together with all other ranks of ``bootstrap``. Blocks until all have come, or its timeout.
 
@@ -41,25 +45,31 @@ def create_fleet(
         params: sizes; equal on all ranks.
         algo_knobs: options; equal on all ranks. One that the transport cannot honour is an error.
         backend: ``"auto"``, a transport's name, or its config.
+        meeting: where this rank has come to already, see :class:`Meeting`.
+
+    Where a rank fails, or its process ends, all others raise at once; a process that is killed on another host is
+    waited for until the timeout.
 
     Raises:
         MoEEpConfigError: a bad value, or ranks that disagree (raised on all ranks, with both values).
         MoEEpUnknownBackendError: no such transport.
         MoEEpNotBuiltError: the transport is not usable here; the message says why.
-        MoEEpPeerError: another rank could not build its part.
+        MoEEpPeerError: another rank could not build its part, with its reason, or has ended.
         MoEEpTimeoutError: a rank did not come within ``bootstrap.timeout_s``.
     """
-    name, config = config_name(backend)
-    wanted = FleetSpec(bootstrap, params, tuple(algo_knobs), config, Meeting(bootstrap), name)
-    spec, choice = agree(wanted)
-    fleet = fleet_class(choice.name)(spec)
-    try:
-        spec.meeting.close()  # whoever comes from now on is none of this Fleet's first ranks
-    except BaseException:
-        fleet.destroy()
-        raise
+    meeting = Meeting(bootstrap) if meeting is None else meeting.renewed(bootstrap)
+    with meeting.announcing():
+        name, config = config_name(backend)
+        spec, choice = agree(FleetSpec(bootstrap, params, tuple(algo_knobs), config, meeting, name))
+        with torch.inference_mode(False):  # its memory outlasts the caller's mode
+            fleet = fleet_class(choice.name)(spec)
+        try:
+            meeting.close()  # whoever comes from now on is none of this Fleet's first ranks
+        except BaseException:
+            fleet.destroy()
+            raise
     fleet.passed_over = choice.passed_over
-    log.info("fleet %d: %s", spec.meeting.fleet_id, fleet.describe())
+    log.info("fleet %d: %s", meeting.fleet_id, fleet.describe())
     return fleet
 
 
@@ -71,6 +81,9 @@ def agree(wanted: FleetSpec) -> tuple[FleetSpec, Choice]:
         MoEEpNotBuiltError: no transport fits, with each one's reason.
     """
     hellos = wanted.meeting.exchange("hello", lambda: _hello(wanted))
+    members = [hello["backend"] for hello in hellos if hello["placement"] is not None]
+    if members:  # newcomers to a running Fleet that leave the choice to it
+        hellos = [{**hello, "backend": members[0]} if hello["backend"] == "auto" else hello for hello in hellos]
     _check_agreement(hellos)
     # Only ranks that are members already know a placement; newcomers take it from them.
     placements = [hello["placement"] for hello in hellos if hello["placement"] is not None]
@@ -81,7 +94,7 @@ def agree(wanted: FleetSpec) -> tuple[FleetSpec, Choice]:
     if placements:
         slots, physical = placements[0]
         placement = Placement(wanted.params.num_experts, tuple(slots), None if physical is None else tuple(physical))
-    return replace(wanted, placement=placement), _choose(wanted.backend, hellos)
+    return replace(wanted, placement=placement), _choose(hellos[0]["backend"], hellos)
 
 
 def _hello(wanted: FleetSpec) -> dict[str, Any]:
@@ -94,19 +107,20 @@ def _hello(wanted: FleetSpec) -> dict[str, Any]:
         reason = capability.reason
         if capability.available:
             try:
-                if capability.limits is not None:
-                    check_limits(candidate, capability.limits, params, bootstrap.world_size, resolve_device(bootstrap))
                 _check_knobs(fleet_class(candidate), knobs)
+                if capability.limits is not None:
+                    device = resolve_device(bootstrap)
+                    check_limits(candidate, capability.limits, params, bootstrap.world_size, device, knobs)
             except MoEEpConfigError as error:
                 if name != "auto":
                     raise
                 reason = str(error)
         offers[candidate] = {"reason": reason, "domain": capability.domain}
     sizes = {k: str(v) for k, v in asdict(params).items()}
-    equal = sizes | {"world_size": str(bootstrap.world_size), "backend": name, "config": str(wanted.config)}
+    equal = sizes | {"world_size": str(bootstrap.world_size), "config": str(wanted.config)}
     equal["algo_knobs"] = str(sorted(map(repr, knobs)))
     place = None if wanted.placement is None else [wanted.placement.slots_per_rank, wanted.placement.physical]
-    return {"agree": equal, "offers": offers, "placement": place}
+    return {"agree": equal, "backend": name, "offers": offers, "placement": place}
 
 
 def _check_knobs(cls: type[Fleet], knobs: Sequence[FleetAlgoKnob]) -> None:
@@ -136,9 +150,9 @@ def _check_supervision(knobs: Sequence[FleetAlgoKnob]) -> None:
 
 
 def _check_agreement(hellos: list[dict[str, Any]]) -> None:
-    first = hellos[0]["agree"]
+    first = {"backend": hellos[0]["backend"], **hellos[0]["agree"]}
     for rank, hello in enumerate(hellos):
-        for field_name, value in hello["agree"].items():
+        for field_name, value in {"backend": hello["backend"], **hello["agree"]}.items():
             if value != first[field_name]:
                 raise config_error(
                     f"create_fleet {field_name}",
@@ -150,7 +164,7 @@ def _check_agreement(hellos: list[dict[str, Any]]) -> None:
 
 def _choose(name: str, hellos: list[dict[str, Any]]) -> Choice:
     passed_over: dict[str, str] = {}
-    for candidate in hellos[0]["offers"]:
+    for candidate in hellos[0]["offers"] if name == "auto" else [name]:
         reason = _why_not(candidate, hellos)
         if not reason:
             return Choice(candidate, passed_over)

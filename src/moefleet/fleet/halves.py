@@ -22,6 +22,7 @@ from ..knobs import (
     HandleAlgoKnobTopKWeights,
 )
 from ..routing import check_topk_ids, check_topk_weights
+from ..substrate.rowtypes import DTYPES
 from ..tensors import (
     CombineInputParams,
     CombineOutput,
@@ -297,7 +298,7 @@ class HalvesHandle(Handle, Generic[F, S]):
         if len(params.x) != 1:
             raise config_error("CombineInputParams.x", f"{len(params.x)} tensors", "[rows]")
         rows, out, device = params.x[0], params.out, self._fleet.device
-        shape, dtypes = open_.output.expert_tensors.shape, self._fleet.row_dtypes
+        shape, dtypes = open_.output.expert_tensors.shape, DTYPES[self._fleet.params.combine_bytes]
         check_tensor("CombineInputParams.x[0]", rows, shape=shape, dtypes=dtypes, device=device)
         if out is not None:
             want = (self._shape[0], rows.shape[-1])

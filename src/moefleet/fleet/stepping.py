@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..errors import MoEEpPeerError, config_error
+from ..errors import MoEEpError, MoEEpPeerError, config_error
 from ..substrate.control import SETS, Operation
 from ..substrate.rowtypes import code_name
 
@@ -54,8 +54,16 @@ class StepWindow:
 
 def blame(error: BaseException | str, rank: int) -> tuple[int, str]:
     """Whose mistake an error on ``rank`` was, and its text: what is passed on to the peers."""
-    origin = error.rank if isinstance(error, MoEEpPeerError) and error.rank >= 0 else rank
-    return origin, getattr(error, "reason", "") or str(error) or type(error).__name__
+    if isinstance(error, str):
+        return rank, error
+    if isinstance(error, MoEEpPeerError) and error.rank >= 0:
+        return error.rank, error.reason or str(error)
+    return rank, str(error) if isinstance(error, MoEEpError) else describe(error)
+
+
+def describe(error: BaseException) -> str:
+    """Type and text of an error."""
+    return ": ".join(filter(None, (type(error).__name__, str(error))))
 
 
 def step_failed(origin: int, step: int, operation: Operation, reason: str) -> MoEEpPeerError:

@@ -30,6 +30,15 @@ def tolerance_of(spec: FleetSpec) -> FleetAlgoKnobFaultTolerance | None:
     return None
 
 
+DEFAULT_SILENCE_MS = 2000
+"""How long a peer may be silent where the knob says ``timeout_ms=0``."""
+
+
+def silence_s(tolerance: FleetAlgoKnobFaultTolerance | None, timeout_s: float) -> float:
+    """How long to wait for a peer: the knob's time, or without the knob ``BootstrapConfig.timeout_s``."""
+    return timeout_s if tolerance is None else (tolerance.timeout_ms or DEFAULT_SILENCE_MS) / 1000
+
+
 def capturing() -> bool:
     """Whether the current CUDA stream is being captured into a graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -83,7 +92,7 @@ class FaultTolerantFleet(Fleet):
 
     @abstractmethod
     def _mask_changed(self) -> None:
-        """Bring what steps read in line with ``faults.mask``."""
+        """Bring what steps read in line with ``faults``."""
 
     @abstractmethod
     def _last_step(self) -> int:
@@ -96,6 +105,9 @@ class FaultTolerantFleet(Fleet):
     @abstractmethod
     def _leave_round(self) -> None:
         """Tell the peers that this rank is back from a round, having adopted ``faults.epoch``."""
+
+    def _settle(self) -> None:
+        """Wait until steps that were begun have run, where they run by themselves."""
 
     @abstractmethod
     def _require_built(self) -> None:
@@ -205,6 +217,7 @@ class FaultTolerantFleet(Fleet):
         if readmit:
             return self._adopt(lambda: agreement.readmit(self._last_step()))
         self.faults.forgive()
+        self._mask_changed()
         return self._mask()
 
     def _adopt(self, agree_on: Callable[[], Decision]) -> torch.Tensor:
@@ -262,14 +275,18 @@ class FaultTolerantFleet(Fleet):
             raise config_error("update_topology: placement", f"{placement.world_size} ranks", f"{bootstrap.world_size}")
         where = placement or Placement.contiguous(self.params.num_experts, bootstrap.world_size)
         meeting = Meeting.next_generation(self.spec.meeting, bootstrap)
-        spec, _ = agree(replace(self.spec, bootstrap=bootstrap, meeting=meeting, placement=where, backend=self.name))
-        self._retopologise(meeting, where)
+        with meeting.announcing():
+            wanted = replace(self.spec, bootstrap=bootstrap, meeting=meeting, placement=where, backend=self.name)
+            spec, _ = agree(wanted)
+            with torch.inference_mode(False):
+                self._retopologise(meeting, where)
         self.spec = spec
         meeting.close()
 
     def _require_idle(self, call: str) -> None:
         if count := self._open_steps():
             raise config_error(call, f"{count} open steps", "none", "combine or destroy the handles first")
+        self._settle()
 
     def _guard(self, call: str, why_not_captured: str) -> Agreement:
         if self.tolerance is None or self.agreement is None:

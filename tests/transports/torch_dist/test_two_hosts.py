@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from moefleet import BootstrapConfig, EpLayout, create_fleet, reference
-from moefleet.fleet.rendezvous import resolve_store
+from moefleet.fleet.stores import resolve_store
 from tests.conformance.context import made, received, routed, sent
 from tests.strategies import make_problem
 

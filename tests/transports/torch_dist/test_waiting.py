@@ -16,8 +16,8 @@ from moefleet import (
     MoEEpTimeoutError,
     create_fleet,
 )
+from moefleet.fleet.witness import _process
 from moefleet.launch import launch
-from moefleet.transports.torch_dist.presence import _process
 from tests.conformance.comparing import check_results
 from tests.conformance.context import RankContext, routed, sent, step
 from tests.strategies import Problem, make_problem

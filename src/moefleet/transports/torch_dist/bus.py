@@ -5,8 +5,8 @@ A round is one ``all_to_all_single`` of equal blocks, in which every rank tells 
 issue the same collectives in the same order whatever each of them is doing, nothing that they disagree about can tear
 a collective, and all of them read the same log, from which each concludes the same:
 
-- A phase is complete once the log holds READY from every rank. Rows that did not fit follow then, in exchanges of
-  their exact sizes, which every rank issues directly after the round that completed the phase.
+- A phase is complete once the log holds READY from every rank. What did not fit, rows or even their routing, follows
+  then, in exchanges of their exact sizes, which every rank issues directly after the round that completed the phase.
 - FAILED ends its step for everyone who reads it. Who fails posts that and goes on; it waits for nobody.
 - A rank that waits and has nothing to say posts WAITING, so that rounds go on. If all do, nobody can go on: that is
   an error on all of them, naming the calls. A rank that has sent its rows of a phase and then given the step up posts
@@ -24,11 +24,12 @@ import torch
 
 from ...errors import MoEEpPeerError
 from ...fleet.stepping import step_failed
+from ...knobs import RowFormat
 from ...substrate.control import SETS, Operation
 from .delivery import Delivery, Part, follow_up
 from .parcel import Parcel
 from .sizing import BlockSize
-from .status import Kind, Status, StatusCodec, StrangerError
+from .status import Inline, Kind, Status, StatusCodec, StrangerError
 from .wire import Flight, Lease, Wire
 
 Key = tuple[int, Operation]
@@ -58,7 +59,7 @@ class Bus:
     Args:
         rank, world_size: this rank in the group.
         fleet_id: see :class:`StatusCodec`.
-        row_bytes, scale_bytes: of one token.
+        rows: how they travel.
 
     Attributes:
         rounds: issued so far; ``exchanges``: collectives beside them.
@@ -66,13 +67,15 @@ class Bus:
         error: what broke the group, after which nothing works any more.
     """
 
-    def __init__(self, wire: Wire, rank: int, world_size: int, fleet_id: int, row_bytes: int, scale_bytes: int) -> None:
+    def __init__(self, wire: Wire, rank: int, world_size: int, fleet_id: int, rows: RowFormat) -> None:
         self.wire, self.rank, self.world_size = wire, rank, world_size
         self.rounds = self.exchanges = self.carried_bytes = 0
         self.error: Exception | None = None
-        self._row_bytes, self._scale_bytes = row_bytes, scale_bytes
+        there, back = rows.hidden * rows.there_bytes, rows.returned_bytes
+        self._row_bytes = {Operation.DISPATCH: there, Operation.COMBINE: back}
+        self._scale_bytes = rows.scale_bytes
         self._codec = StatusCodec(fleet_id, world_size)
-        self._size = BlockSize(world_size, self._codec.size, row_bytes)
+        self._size = BlockSize(world_size, self._codec.size, back)  # a multiple of ``there``
         self._lock = threading.RLock()
         self._outbox: deque[tuple[Status, Parcel | None]] = deque()
         self._round: Round | None = None
@@ -103,7 +106,7 @@ class Bus:
             if self._round is None:
                 self._issue(status, parcel)
             else:
-                kept = None if parcel is None else replace(parcel.gathered(), mark=self.wire.mark())
+                kept = None if parcel is None else replace(parcel.gathered(self.wire.moves), mark=self.wire.mark())
                 self._outbox.append((status, kept))
 
     def take(self, step: int, operation: Operation) -> Delivery | Flight | None:
@@ -191,13 +194,17 @@ class Bus:
         arriving = lease.memory.view(world, capacity)
         marks = [None if parcel is None else parcel.mark]
         if parcel is not None:
-            status = status._replace(inline=parcel.fits(end), counts=parcel.counts)
-            if status.inline:
-                parcel.write(blocks, end)
+            self.wire.follow(parcel.mark, [parcel.table] if parcel.meta is None else [parcel.table, parcel.meta])
+            status = status._replace(inline=parcel.fitting(end), counts=parcel.counts)
+            if status.inline is Inline.ROWS:
+                parcel.write(blocks, end, self.wire.moves)
                 self._pending[status.step, status.operation] = None
             else:
-                room = self._room(status.step, "out", 0 if parcel.rows is None else sum(parcel.counts))
-                kept = parcel.gathered(room.view(parcel.table.dtype))
+                rows = 0 if parcel.rows is None else sum(parcel.counts)
+                room = self._room(status.step, status.operation, "out", rows)
+                kept = parcel.gathered(self.wire.moves, room.view(parcel.table.dtype))
+                if status.inline is Inline.ROUTING:
+                    kept.write_meta(blocks, end)
                 self._pending[status.step, status.operation] = replace(kept, mark=self.wire.mark())
         blocks[:, end:] = self.wire.upload(self._codec.encode(self.rounds + 1, status))
         look = arriving[:, max(0, end - self._size.look) :]
@@ -250,39 +257,45 @@ class Bus:
             widths = [self._scale_bytes + 8 * status.topk for status in statuses]
             self._size.follow(statuses, widths)
         parcel, flights, follow = self._pending.pop(key), list[Flight](), list[Part]()
-        if not all(status.inline for status in statuses):
-            rows = self._room(step, "in", sum(s.counts[self.rank] for s in statuses if not s.inline))
+        if any(status.inline is not Inline.ROWS for status in statuses):
+            coming = sum(s.counts[self.rank] for s in statuses if s.inline is not Inline.ROWS)
+            rows = self._room(step, operation, "in", coming)
             follow, flights = follow_up(self.wire, self.rank, parcel, statuses, widths, rows)
             self.exchanges += len(flights)
             if parcel is not None:
                 others = sum(parcel.counts) - parcel.counts[self.rank]
-                self.carried_bytes += others * (self._row_bytes + widths[self.rank])
+                width = widths[self.rank] if statuses[self.rank].inline is Inline.NOTHING else 0
+                self.carried_bytes += others * (self._row_bytes[operation] + width)
             self._flights = [flight for flight in self._flights if not flight.done()] + flights
         if step not in self._abandoned:
             parts = [
-                self._part(letter, rank, widths[rank]) if letter.status.inline else follow[rank]
+                self._part(letter, rank, widths[rank], follow[rank] if follow else None)
                 for rank, letter in enumerate(letters)
             ]
             self._complete[key] = Delivery(statuses, parts, flights)
 
-    def _part(self, letter: Letter, rank: int, width: int) -> Part:
-        """Rows of ``rank`` that came in its block: rows at the front, meta rows and the status at the end."""
-        lease, capacity = letter.round.arriving, letter.round.capacity
-        base = lease.memory
-        count, first = letter.status.counts[self.rank], rank * capacity // self._row_bytes
+    def _part(self, letter: Letter, rank: int, width: int, followed: Part | None) -> Part:
+        """Rows of ``rank``. In its block they are at the front, meta rows and the status at the end."""
+        status, lease, capacity = letter.status, letter.round.arriving, letter.round.capacity
+        if followed is not None and status.inline is Inline.NOTHING:
+            return followed
+        base, count = lease.memory, status.counts[self.rank]
+        part = Part(base, rank * capacity // self._row_bytes[status.operation], count, base, held=lease)
+        if followed is not None and status.inline is Inline.ROUTING:
+            part = replace(part, base=followed.base, first=followed.first)
         if not width:
-            return Part(base, first, count, base, held=lease)
+            return part
         size, end = count * width, (rank + 1) * capacity - self._codec.size
         seen = letter.round.flight.seen[rank]
         at = len(seen) - self._codec.size - size
         routing = seen[at : at + size] if at >= 0 else base[end - size : end].cpu().numpy()
-        return Part(base, first, count, base, end - size, routing.reshape(count, width), lease)
+        return replace(part, meta_at=end - size, seen=routing.reshape(count, width))
 
-    def _room(self, step: int, role: str, rows: int) -> torch.Tensor:
-        """Memory for rows, uint8 ``[rows, row_bytes]``. What concerns an abandoned step stays out of a later one's."""
-        size = rows * self._row_bytes
+    def _room(self, step: int, operation: Operation, role: str, rows: int) -> torch.Tensor:
+        """Memory for rows, uint8 ``[rows, bytes]``. What concerns an abandoned step stays out of a later one's."""
+        size = rows * self._row_bytes[operation]
         room = self.wire.empty(size) if step in self._abandoned else self.wire.room((role, step % SETS), size)
-        return room.view(rows, self._row_bytes)
+        return room.view(rows, self._row_bytes[operation])
 
     # Errors.
 

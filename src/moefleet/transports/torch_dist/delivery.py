@@ -11,7 +11,7 @@ import torch
 
 from ...substrate.routes import Ints
 from .parcel import Parcel
-from .status import Bytes, Status
+from .status import Bytes, Inline, Status
 from .wire import Flight, Wire
 
 
@@ -90,18 +90,21 @@ def follow_up(
         widths: bytes of each rank's meta rows, 0 if there are none in this phase.
         rows: uint8 ``[N, row bytes]`` to receive into.
     """
-    counts = [0 if status.inline else status.counts[rank] for status in statuses]
+    counts = [0 if status.inline is Inline.ROWS else status.counts[rank] for status in statuses]
+    widths = [width if s.inline is Inline.NOTHING else 0 for width, s in zip(widths, statuses, strict=True)]
     ours = [0] * len(counts) if parcel is None else list(parcel.counts)
     mark = [wire.mark(), None if parcel is None else parcel.mark]
     source = wire.empty(0, rows.shape[1]) if parcel is None else parcel.table.view(torch.uint8)
-    flights = [wire.exchange(rows, source, counts, ours, after=mark)]
     sizes = [count * width for count, width in zip(counts, widths, strict=True)]
     meta = wire.empty(sum(sizes))
-    seen = np.empty(0, np.uint8)
+    flights, seen = list[Flight](), np.empty(0, np.uint8)
     if any(widths):  # K may differ between ranks, so these are counted in bytes
-        lines = wire.empty(0) if parcel is None or parcel.meta is None else parcel.meta.reshape(-1)
+        lines = wire.empty(0)
+        if parcel is not None and parcel.meta is not None and widths[rank]:
+            lines = parcel.meta.reshape(-1)
         flights.append(wire.exchange(meta, lines, sizes, [n * widths[rank] for n in ours], look=meta, after=mark))
         seen = flights[-1].seen
+    flights.append(wire.exchange(rows, source, counts, ours, after=mark))  # last, as it takes no more memory
     base, parts, first, at = rows.view(-1), [], 0, 0
     for count, width, size in zip(counts, widths, sizes, strict=True):
         told = seen[at : at + size].reshape(count, width) if width else None

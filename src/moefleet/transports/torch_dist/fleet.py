@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,9 +16,14 @@ from ...errors import MoEEpError, MoEEpFaultToleranceUnsupportedError
 from ...fleet.base import Fleet, FleetSpec, row_bytes
 from ...fleet.limits import Limits
 from ...fleet.registry import Capability, register_fleet
-from ...knobs import FleetAlgoKnob, FleetAlgoKnobFaultTolerance, HandleAlgoKnob
+from ...knobs import (
+    FP8E4M3,
+    FleetAlgoKnob,
+    FleetAlgoKnobFaultTolerance,
+    FleetAlgoKnobQuantization,
+    HandleAlgoKnob,
+)
 from ...substrate.control import SETS
-from ...substrate.device_gather import movements
 from ...substrate.inbox import DeviceInbox, Inbox
 from ...substrate.rowtypes import DTYPES
 from ...substrate.tally import ExpertTally
@@ -26,11 +32,16 @@ from .bus import Bus
 from .group import Group, backend_of, device_of
 from .handle import TorchDistHandle
 from .janitor import Janitor
-from .presence import Presence, identity
+from .presence import Presence
 from .steps import Steps
 from .wire import Wire, on_stream
 
-LIMITS = Limits(device_types=frozenset({"cpu", "cuda"}), layouts=frozenset(EpLayout), dtype_bytes=frozenset(DTYPES))
+LIMITS = Limits(
+    device_types=frozenset({"cpu", "cuda"}),
+    layouts=frozenset(EpLayout),
+    dtype_bytes=frozenset(DTYPES),
+    quants=frozenset({FP8E4M3}),
+)
 
 
 @register_fleet("torch_dist")
@@ -41,10 +52,11 @@ class TorchDistFleet(Fleet):
     tensors) or an NCCL group of our own is made over the store, beside it or without one; see ``group.py``.
 
     Memory per rank: two received buffers and two for the way back of ``C * H * dtype_bytes`` (C = ``M*W``, or
-    max_recv_tokens_per_rank), of which on a CPU only what is used is ever touched, and what is in flight.
+    max_recv_tokens_per_rank), of which on a CPU only what is used is ever touched, and what is in flight. Received fp8
+    rows take a byte per element, and their scales 4 for 128 of them.
     """
 
-    knobs: ClassVar[frozenset[type[FleetAlgoKnob]]] = frozenset()
+    knobs: ClassVar[frozenset[type[FleetAlgoKnob]]] = frozenset({FleetAlgoKnobQuantization})
     why_not: ClassVar[dict[type[FleetAlgoKnob], str]] = {
         FleetAlgoKnobFaultTolerance: "torch_dist runs collectives, and a collective cannot skip a dead member; leave "
         "the knob out, or choose a transport with fault tolerance"
@@ -62,7 +74,6 @@ class TorchDistFleet(Fleet):
         rank, world = self.bootstrap.rank, self.bootstrap.world_size
         self.device = device_of(self.bootstrap)
         self.row_dtypes = DTYPES[params.dtype_bytes]
-        self.moves = movements(self.device)
         self.num_local = self.placement.num_local(rank)
         self.local_table = np.append(self.placement.local_table(rank).numpy(), -1)
         self.owner_table = np.append(self.placement.owner_table.numpy(), -1)
@@ -71,18 +82,17 @@ class TorchDistFleet(Fleet):
 
         def prepare() -> dict[str, Any]:
             backend_of(self.bootstrap, self.device)
-            return identity()
+            return {}
 
         def connect() -> dict[str, Any]:
             self._group = Group(self.bootstrap, self.device, meeting)
             return {}
 
-        people = meeting.exchange("torch_dist", prepare)  # so that a mistake is told before anybody waits for links
+        meeting.exchange("torch_dist", prepare)  # so that a mistake is told before anybody waits for links
         meeting.exchange("connect", connect)
         self.wire = Wire.on(self._group.handle, self.device, self._group.limit_s)
-        row = params.token_hidden_size * params.dtype_bytes
-        self.bus = Bus(self.wire, rank, world, meeting.fleet_id, row, params.scale_bytes_per_token)
-        self._presence = Presence(meeting.store, rank, people)
+        self.bus = Bus(self.wire, rank, world, meeting.fleet_id, self.row_format)
+        self._presence = Presence(meeting.store, rank, [meeting.person(peer) for peer in range(world)])
         self._janitor = Janitor(self.bus, self.bootstrap.timeout_s)
         self.steps = Steps(self.bus, self._presence, self._janitor, self.bootstrap.timeout_s)
         self._alive = True
@@ -117,8 +127,8 @@ class TorchDistFleet(Fleet):
             "tokens_per_expert": self.expert_rows.tolist(),
             "rows_received": taken,
             "rows_sent": given,
-            "bytes_received": row_bytes(self.params, there=taken, back=given),
-            "bytes_sent": row_bytes(self.params, there=given, back=taken),
+            "bytes_received": row_bytes(self.row_format, there=taken, back=given),
+            "bytes_sent": row_bytes(self.row_format, there=given, back=taken),
             "waited_s": [None] * world,
             "bad_ids": self.bad_ids,
             "collectives": self.bus.rounds + self.bus.exchanges,
@@ -141,7 +151,7 @@ class TorchDistFleet(Fleet):
         """Memory for this step's rows on their way back, ``[C, H]``."""
         p = self.params
         if (memory := self._homes[step % SETS]) is None:
-            size = p.recv_capacity(self.bootstrap.world_size) * p.token_hidden_size * p.dtype_bytes
+            size = p.recv_capacity(self.bootstrap.world_size) * self.row_format.returned_bytes
             memory = self._homes[step % SETS] = self.wire.empty(size)
         return memory.view(dtype).view(-1, p.token_hidden_size)
 
@@ -150,7 +160,9 @@ class TorchDistFleet(Fleet):
         return on_stream(self.device, self.bootstrap.stream)
 
     def _new_inbox(self) -> Inbox:
-        sizes = self.params, self.bootstrap.world_size, self.num_local
+        form = self.row_format
+        carried = replace(self.params, dtype_bytes=form.there_bytes, scale_bytes_per_token=form.scale_bytes)
+        sizes = carried, self.bootstrap.world_size, self.num_local
         return Inbox(*sizes) if self.device.type == "cpu" else DeviceInbox(*sizes, self.device)
 
     def _let_go(self, clean: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -13,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from ...config import BootstrapConfig, resolve_device
-from ...errors import MoEEpTimeoutError, MoEEpTransportError, config_error
+from ...errors import MoEEpTransportError, config_error
 from ...fleet.rendezvous import Meeting
 
 _SLACK_S = 600.0
 """How much longer than our own waits a collective of our own group lasts: a rank that comes late still meets it."""
 
-_WARM_UP_BYTES = (64, 4 << 20)  # for each rank: a larger message uses more connections than a small one
+_WARM_UP = ((64, 0), (4 << 20, 0), (64, 1))
+"""Bytes for each rank, and rows to name: larger messages and those of named sizes may use more connections."""
 
 
 def device_of(bootstrap: BootstrapConfig) -> torch.device:
@@ -100,13 +100,18 @@ class Group:
         kind = ("nccl" if device.type == "cuda" else "gloo") if backend is None else backend.name()
         if kind in ("gloo", "nccl"):
             self.limit_s = bootstrap.timeout_s + _SLACK_S
-            self.handle = _create(kind, backend, bootstrap, meeting)
+            seconds = meeting.remaining_s()
+            self.handle = meeting.attend(lambda store: _create(kind, backend, bootstrap, store, seconds))
             # Its destructor waits for collectives that are under way: unless closed, it stays until the process ends.
             self._kept = weakref.finalize(self, _keep, self.handle)
         else:
             self.handle = given
         if device.type == "cuda":
-            _warm_up(self.handle, device, meeting.remaining_s())
+            try:
+                meeting.attend(lambda _: _warm_up(self.handle, device))
+            except BaseException:
+                self.close(clean=False)
+                raise
 
     def close(self, clean: bool) -> None:
         """Let go of it: what is ours ends here, what was adopted is left alone. Waits for nobody.
@@ -130,19 +135,23 @@ def _keep(handle: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
 
 
-def _create(kind: str, model: Any, bootstrap: BootstrapConfig, meeting: Meeting) -> Any:
-    """A backend of our own over the meeting's store. The default process group is not touched.
+def _create(kind: str, model: Any, bootstrap: BootstrapConfig, store: Any, seconds: float) -> Any:
+    """A backend of our own over a store. The default process group is not touched.
 
     Args:
         model: a backend whose network devices to use as well, if any.
+        seconds: the most that connecting may take.
+
+    Raises:
+        MoEEpTransportError: ranks could not connect.
     """
     name = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}[kind]
     if not hasattr(dist, name):
         raise config_error(
             "BootstrapConfig.process_group", None, f"a group, as this torch has no {name}", "pass one that it has"
         )
-    place = dist.PrefixStore("torch_dist", meeting.store), bootstrap.rank, bootstrap.world_size
-    connecting = timedelta(seconds=meeting.remaining_s())
+    place = dist.PrefixStore("torch_dist", store), bootstrap.rank, bootstrap.world_size
+    connecting = timedelta(seconds=seconds)
     try:
         if kind == "nccl":
             options = dist.ProcessGroupNCCL.Options()
@@ -158,30 +167,20 @@ def _create(kind: str, model: Any, bootstrap: BootstrapConfig, meeting: Meeting)
         raise MoEEpTransportError(name, -1, f"ranks could not connect: {error}") from error
 
 
-def _warm_up(group: Any, device: torch.device, seconds: float) -> None:
+def _warm_up(group: Any, device: torch.device) -> None:
     """Let a GPU group connect, which happens with its first collectives and waits for all ranks: later ones do not.
 
+    On a stream of its own: what is under way on others, for peers that are not here yet, is not waited for.
+
     Raises:
-        MoEEpTimeoutError: a rank did not come in time.
         MoEEpTransportError: ranks could not connect.
     """
-    ended: list[Exception | None] = []
-
-    def connect() -> None:
-        try:
-            with torch.cuda.device(device):
-                for size in _WARM_UP_BYTES:
-                    blocks = torch.zeros(group.size(), size, dtype=torch.uint8, device=device)
-                    group.alltoall_base(torch.empty_like(blocks), blocks, [], [], dist.AllToAllOptions()).wait()
-                torch.cuda.synchronize(device)
-            ended.append(None)
-        except Exception as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=connect, name="moefleet-connect", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not ended:
-        raise MoEEpTimeoutError(f"building a Fleet: some rank did not connect its GPU within {seconds:.0f} s")
-    if ended[0] is not None:
-        raise MoEEpTransportError("all_to_all_single", -1, f"ranks could not connect: {ended[0]}") from ended[0]
+    try:
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            for size, rows in _WARM_UP:
+                blocks = torch.zeros(group.size(), size, dtype=torch.uint8, device=device)
+                sizes = [rows] * group.size() if rows else []
+                group.alltoall_base(torch.empty_like(blocks), blocks, sizes, sizes, dist.AllToAllOptions()).wait()
+            torch.cuda.current_stream(device).synchronize()
+    except Exception as error:
+        raise MoEEpTransportError("all_to_all_single", -1, f"ranks could not connect: {error}") from error

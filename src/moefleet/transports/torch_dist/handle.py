@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from ... import quant
 from ...config import EpLayout
 from ...errors import config_error
 from ...fleet.halves import HalvesHandle, OpenStep, Phase
 from ...fleet.stepping import check_same
 from ...substrate.control import Operation
+from ...substrate.device_gather import upload
 from ...substrate.routes import ExpertBlocks, Ints, arrivals_among, homecoming
 from ...substrate.rowtypes import row_code
 from .parcel import Departures, Parcel
@@ -37,18 +39,21 @@ class TorchDistHandle(HalvesHandle["TorchDistFleet", TorchDistStep]):
         open_ = self._opened()
         if self._fleet.params.layout is not EpLayout.FLAT:
             return None  # rows are sent from where they are summed or gathered, whatever they lie in
-        return self._fleet.home(open_.step, open_.dtype)
+        return self._fleet.home(open_.step, open_.output.row_dtype)
 
     def _snapshot(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         fleet = self._fleet
-        ids = topk_ids.to(torch.int32)
-        known = ids.cpu().numpy()
-        if ids.device.type != "cpu":
-            known = self._without_bad(known)
-            ids = torch.from_numpy(known).to(ids.device)
-        self._routing = torch.cat((_as_bytes(ids), _as_bytes(topk_weights)), 1)
-        self._back = homecoming(known, fleet.owner_table, fleet.bootstrap.world_size)
-        self._departures = Departures.of(self._back, fleet.bootstrap.world_size)
+        with fleet.on_stream():
+            ids = topk_ids.to(torch.int32)
+            known = ids.cpu().numpy()
+            if ids.is_cuda and (good := self._without_bad(known)) is not known:
+                known = good
+                (ids,) = upload([known], ids.device)
+            self._routing = torch.cat((_as_bytes(ids), _as_bytes(topk_weights)), 1)
+            self._back = homecoming(known, fleet.owner_table, fleet.bootstrap.world_size)
+            self._departures = Departures.of(self._back, fleet.bootstrap.world_size)
+            token = self._departures.token
+            self._leaving = upload([token], ids.device)[0] if ids.is_cuda else token  # once for all that is gathered
 
     def _without_bad(self, ids: np.ndarray) -> np.ndarray:
         """Ids that no expert has, which nobody looked for on a GPU, count as -1."""
@@ -64,17 +69,26 @@ class TorchDistHandle(HalvesHandle["TorchDistFleet", TorchDistStep]):
         return np.where(bad, np.int32(-1), ids)
 
     def _open_step(self, step: int, dtype: torch.dtype, scale_dtype: torch.dtype | None) -> TorchDistStep:
-        output = self._fleet.inbox(step).output(dtype, self._shape[1], scale_dtype)
+        carried, combine_dtype = dtype, None
+        if self._fleet.row_format.quantised:
+            carried, scale_dtype, combine_dtype = quant.ROW_DTYPE, torch.float32, dtype
+        elif dtype == quant.ROW_DTYPE:
+            combine_dtype = torch.bfloat16
+        output = self._fleet.inbox(step).output(carried, self._shape[1], scale_dtype)
+        if combine_dtype is not None:
+            output = replace(output, combine_dtype=combine_dtype)
         return TorchDistStep(step, dtype, scale_dtype, output)
 
     def _send_tokens(self, open_: TorchDistStep, tokens: torch.Tensor, scales: torch.Tensor | None) -> None:
         fleet, leaving = self._fleet, self._departures
         with fleet.on_stream():
             meta = self._routing
+            if fleet.row_format.quantised:
+                tokens, scales = quant.encode(tokens)
             if scales is not None:
                 meta = torch.cat((meta, _as_bytes(scales)), 1)
-            parcel = Parcel(tokens, leaving.token, leaving.counts, meta)
-            code = row_code(tokens.dtype, open_.scale_dtype)
+            parcel = Parcel(_movable(tokens), self._leaving, leaving.counts, meta)
+            code = row_code(open_.dtype, open_.scale_dtype)
             fleet.steps.send(open_.step, Operation.DISPATCH, self._shape[1], code, parcel)
         fleet.tokens_sent += len(tokens)
 
@@ -87,9 +101,10 @@ class TorchDistHandle(HalvesHandle["TorchDistFleet", TorchDistStep]):
         open_.counts = got.counts
         with fleet.on_stream():
             came.lend(fleet.wire)
-            table, firsts = came.table(open_.dtype, fleet.params.token_hidden_size)
+            rows = _movable(open_.output.expert_tensors)
+            table, firsts = came.table(rows.dtype, fleet.params.token_hidden_size)
             scales = None
-            if scale_bytes := fleet.params.scale_bytes_per_token:
+            if scale_bytes := fleet.row_format.scale_bytes:
                 scales = came.scales(8 * topk, 8 * topk + scale_bytes), np.arange(len(got.token))
             open_.blocks = fleet.inbox(open_.step).fill(got, table, got.rows(firsts), scales)
         fleet.rows_received += got.counts
@@ -102,7 +117,7 @@ class TorchDistHandle(HalvesHandle["TorchDistFleet", TorchDistStep]):
         with fleet.on_stream():
             if (by := open_.blocks) is not None:
                 home = fleet.home(open_.step, rows.dtype)[:total]
-                fleet.moves.weighted_sum_bags(flat, by.by_row, by.weight, by.bag, home)
+                fleet.wire.moves.weighted_sum_bags(flat, by.by_row, by.weight, by.bag, home)
                 parcel = Parcel(home, None, counts)
             elif fleet.params.layout is EpLayout.FLAT:
                 home = fleet.home(open_.step, rows.dtype)
@@ -121,9 +136,14 @@ class TorchDistHandle(HalvesHandle["TorchDistFleet", TorchDistStep]):
         with fleet.on_stream():
             came.lend(fleet.wire)
             table, firsts = came.table(open_.dtype, fleet.params.token_hidden_size)
-            summed = fleet.moves.sum_bags(table, firsts[back.rank] + back.position, back.bag)
+            summed = fleet.wire.moves.sum_bags(table, firsts[back.rank] + back.position, back.bag)
         fleet.rows_sent += self._departures.counts
         return summed
+
+
+def _movable(rows: torch.Tensor) -> torch.Tensor:
+    """fp8 rows as bytes: they are moved, and not computed with."""
+    return rows.view(torch.uint8) if rows.dtype == quant.ROW_DTYPE else rows
 
 
 def _as_bytes(lines: torch.Tensor) -> torch.Tensor:

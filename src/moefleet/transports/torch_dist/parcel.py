@@ -8,8 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...substrate.device_gather import movements, upload
+from ...substrate.device_gather import beside
+from ...substrate.gather import Movements
 from ...substrate.routes import Homecoming, Ints
+from .status import Inline
 
 
 class Departures(NamedTuple):
@@ -36,24 +38,26 @@ class Parcel:
 
     Attributes:
         table: ``[many, H]``.
-        rows: ``[N]`` which lines of the table; ``None``: the first N, as they lie.
+        rows: ``[N]`` which lines of the table, on the host or beside it; ``None``: the first N, as they lie.
         counts: how many of them for each rank.
         meta: uint8 ``[many, B]``, indexed as the table.
         mark: the point in the caller's stream up to which it was packed, on a GPU.
     """
 
     table: torch.Tensor
-    rows: Ints | None
+    rows: Ints | torch.Tensor | None
     counts: tuple[int, ...]
     meta: torch.Tensor | None = None
     mark: torch.cuda.Event | None = None
 
-    def fits(self, room: int) -> bool:
-        """Whether no rank gets more than ``room`` bytes."""
-        meta = 0 if self.meta is None else self.meta.shape[1]
-        return max(self.counts) * (self.table.shape[1] * self.table.element_size() + meta) <= room
+    def fitting(self, room: int) -> Inline:
+        """What of it fits into blocks with ``room`` bytes for each rank."""
+        most, meta = max(self.counts), 0 if self.meta is None else self.meta.shape[1]
+        if most * (self.table.shape[1] * self.table.element_size() + meta) <= room:
+            return Inline.ROWS
+        return Inline.ROUTING if most * meta <= room else Inline.NOTHING
 
-    def write(self, blocks: torch.Tensor, end: int) -> None:
+    def write(self, blocks: torch.Tensor, end: int, moves: Movements) -> None:
         """Pack into blocks, one for each rank: rows from the front on, meta rows up to byte ``end``.
 
         Args:
@@ -65,26 +69,28 @@ class Parcel:
         order = np.arange(counts.sum())
         places = order + (starts + counts - counts.cumsum()).repeat(counts)
         rows = order if self.rows is None else self.rows
-        movements(self.table.device).gather_blocks(self.table, rows, out, self.counts, starts.tolist(), places)
-        if self.meta is not None:
-            lines, lo = self._gathered(self.meta), 0
-            for block, count in zip(blocks, self.counts, strict=True):
-                if count:
-                    block[end - count * lines.shape[1] : end] = lines[lo : lo + count].reshape(-1)
-                    lo += count
+        moves.gather_blocks(self.table, rows, out, self.counts, starts.tolist(), places)
+        self.write_meta(blocks, end)
 
-    def gathered(self, out: torch.Tensor | None = None) -> Parcel:
+    def write_meta(self, blocks: torch.Tensor, end: int) -> None:
+        """The meta rows alone."""
+        if self.meta is None:
+            return
+        lines = self._gathered(self.meta)[: sum(self.counts)].split(self.counts)
+        places = [block[end - part.numel() : end] for block, part in zip(blocks, lines, strict=True)]
+        torch._foreach_copy_(places, [part.reshape(-1) for part in lines])
+
+    def gathered(self, moves: Movements, out: torch.Tensor | None = None) -> Parcel:
         """The same in memory of its own (``out`` ``[>= N, H]``), in order: the caller may change its tensors."""
         total = sum(self.counts)
         if self.rows is None:
             return replace(self, table=self.table[:total])
         if out is None:
             out = self.table.new_empty(total, self.table.shape[1])
-        movements(self.table.device).gather_blocks(self.table, self.rows, out, [total], [0])
+        moves.gather_blocks(self.table, self.rows, out, [total], [0])
         return Parcel(out[:total], None, self.counts, None if self.meta is None else self._gathered(self.meta))
 
     def _gathered(self, table: torch.Tensor) -> torch.Tensor:
         if self.rows is None:
             return table
-        rows = torch.from_numpy(self.rows)
-        return table.index_select(0, upload(rows, table.device) if table.is_cuda else rows)
+        return table.index_select(0, *beside(table, self.rows))

@@ -7,21 +7,17 @@ long, or leave, say so in the store. A store that does not answer makes errors v
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
+from ...fleet.witness import ENDED, seen
+
 T = TypeVar("T")
 
 _STORE_S = 0.5  # longest wait for the store
-WAITS, STOPPED, ENDED, LEFT = "waits there too", "its process is stopped", "its process has ended", "it has left"
-
-
-def identity() -> dict[str, Any]:
-    """This process, for its peers: JSON values."""
-    return {"host": _host(), "pid": os.getpid(), "born": _process(os.getpid())[1]}
+WAITS, LEFT = "waits there too", "it has left"
 
 
 class Presence:
@@ -29,7 +25,6 @@ class Presence:
 
     def __init__(self, store: Any, rank: int, people: list[dict[str, Any]]) -> None:
         self._store, self._rank, self._people = store, rank, people
-        self._host = _host()
 
     def say_waiting(self, round_: int) -> None:
         """Let the others know that this rank waits in this round."""
@@ -63,7 +58,7 @@ class Presence:
 
     def _known(self, left: Collection[int], waiting: Collection[int]) -> dict[int, str]:
         def of(peer: int) -> str:
-            return self._seen(peer) or (LEFT if peer in left else WAITS if peer in waiting else "")
+            return seen(self._people[peer]) or (LEFT if peer in left else WAITS if peer in waiting else "")
 
         return {peer: of(peer) for peer in range(len(self._people)) if peer != self._rank}
 
@@ -71,35 +66,6 @@ class Presence:
         """What the other ranks wrote of this."""
         keys = {peer: f"{topic}/{peer}" for peer in range(len(self._people)) if peer != self._rank}
         return {peer: int(self._store.get(key)) for peer, key in keys.items() if self._store.check([key])}
-
-    def _seen(self, peer: int) -> str:
-        """What this host's process table says."""
-        person = self._people[peer]
-        if not self._host or person["host"] != self._host:
-            return ""
-        state, born = _process(person["pid"])
-        if born != person["born"] or state in "ZX":
-            return ENDED
-        return STOPPED if state in "Tt" else ""
-
-
-def _host() -> str:
-    """What two processes share if they see each other's process ids; empty where it cannot be told."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as text:
-            return f"{text.read().strip()}:{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
-
-
-def _process(pid: int) -> tuple[str, str]:
-    """State letter and start time of a process; ``("X", "")`` if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as text:
-            fields = text.read().rpartition(")")[2].split()
-    except OSError:
-        return "X", ""
-    return fields[0], fields[19]
 
 
 def _bounded(call: Callable[[], T], default: T, seconds: float = _STORE_S) -> T:

@@ -1,4 +1,5 @@
-"""How large the blocks of a round are: large enough for what usually comes, so that a phase takes one round."""
+"""How large the blocks of a round are: large enough for what usually comes, so that a phase takes one round. Where rows
+are too many for that, their routing alone has its place there."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from .status import Status
 _LARGEST = 2 << 20  # above this a second collective costs little beside the rows themselves
 _LARGEST_IN_ALL = 32 << 20
 _PADDING = 64 << 10  # for each block: what is sent for nothing rather than issuing a second collective
+_SLACK = 8  # a part of what was needed is added
 _MEMORY = 4
 
 
@@ -23,7 +25,7 @@ class BlockSize:
 
     def __init__(self, world_size: int, head: int, row_bytes: int) -> None:
         self._world, self._head, self._row = world_size, head, row_bytes
-        self._recent: deque[int] = deque([0], maxlen=_MEMORY)
+        self._recent: deque[tuple[int, int]] = deque([(0, 0)], maxlen=_MEMORY)
         self.look = 0
         self.capacity = self._rounded(0)
 
@@ -31,15 +33,13 @@ class BlockSize:
         """Learn from a complete dispatch: every rank's status, and the routing bytes beside each of its rows."""
         sizes = [max(s.counts) * (self._row + meta) for s, meta in zip(statuses, meta_bytes, strict=True)]
         total = sum(sum(s.counts) * (self._row + meta) for s, meta in zip(statuses, meta_bytes, strict=True))
-        largest, blocks = max(sizes), self._world**2
-        worth = (
-            largest <= min(_LARGEST, _LARGEST_IN_ALL // self._world)
-            and largest * blocks <= 2 * total + _PADDING * blocks
-        )
-        self._recent.append(largest if worth else 0)
-        payload = max(self._recent)
-        self.capacity = self._rounded(payload + payload // 8)
-        self.look = (self.capacity // self._row) * max(meta_bytes)
+        routing = max(max(s.counts) * meta for s, meta in zip(statuses, meta_bytes, strict=True))
+        largest, blocks, limit = max(sizes), self._world**2, min(_LARGEST, _LARGEST_IN_ALL // self._world)
+        worth = largest <= limit and largest * blocks <= 2 * total + _PADDING * blocks
+        self._recent.append((largest if worth else routing if routing <= limit else 0, routing))
+        payload, routing = (size + size // _SLACK for size in map(max, zip(*self._recent, strict=True)))
+        self.capacity = self._rounded(payload)
+        self.look = min(routing, self.capacity - self._head)
 
     def _rounded(self, payload: int) -> int:
         rows = -(-(payload + self._head) // self._row)

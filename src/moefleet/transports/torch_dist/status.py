@@ -22,13 +22,21 @@ class Kind(enum.IntEnum):
     IDLE = 4  # nothing to send, and waits for nothing: only keeps rounds going
 
 
+class Inline(enum.IntEnum):
+    """What of a READY is in the same block; the rest follows in exchanges of their own."""
+
+    NOTHING = 0
+    ROUTING = 1
+    ROWS = 2  # and their routing
+
+
 class Status(NamedTuple):
     """One rank's message.
 
     Attributes:
         kind, step, operation: what it says, of which phase of which step.
         topk, dtype: ``K`` and the code of the rows' dtype, where READY.
-        inline: whether the rows are in the same block; if not, they follow in an exchange of their own.
+        inline: what is in the same block.
         origin, reason: the rank whose mistake it was, and its text, where FAILED.
         counts: ``[W]`` rows for each rank, where READY.
     """
@@ -38,7 +46,7 @@ class Status(NamedTuple):
     operation: Operation
     topk: int = 0
     dtype: int = 0
-    inline: bool = True
+    inline: Inline = Inline.ROWS
     origin: int = 0
     reason: str = ""
     counts: tuple[int, ...] = ()
@@ -94,7 +102,7 @@ class StatusCodec:
             text = bytes(raw[line, 8 * self._words : 8 * self._words + length]) if length else b""
             statuses.append(
                 Status(
-                    Kind(kind), step, Operation(operation), topk, dtype, bool(inline), origin,
+                    Kind(kind), step, Operation(operation), topk, dtype, Inline(inline), origin,
                     text.decode("utf-8", "replace"), tuple(numbers[self._FIXED :]),
                 )
             )  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...substrate.device_gather import upload
+from ...substrate.device_gather import movements, upload
 from .status import Bytes
 
 _SPARE = 3  # rounds whose memory waits to be used again: one arrives, two steps may be open
@@ -50,10 +50,13 @@ class Wire:
         group: a ``torch.distributed`` process group or one of its backends.
         device: where tensors live.
         limit_s: when a collective gives up by itself; ``None``: as the group has it.
+
+    Attributes:
+        moves: of rows where tensors live.
     """
 
     def __init__(self, group: Any, device: torch.device, limit_s: float | None) -> None:
-        self._group, self.device = group, device
+        self._group, self.device, self.moves = group, device, movements(device)
         self._options = dist.AllToAllOptions()
         if limit_s is not None:
             self._options.timeout = timedelta(seconds=limit_s)
@@ -65,7 +68,8 @@ class Wire:
         return (CudaWire if device.type == "cuda" else Wire)(group, device, limit_s)
 
     def empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):  # some of it outlasts the caller's mode
+            return torch.empty(shape, dtype=torch.uint8, device=self.device)
 
     def room(self, name: tuple[str, int], size: int) -> torch.Tensor:
         """Uint8 ``[size]`` of memory that is used again for this name."""
@@ -93,6 +97,9 @@ class Wire:
     def mark(self) -> torch.cuda.Event | None:
         """The point up to which the current stream has packed what is going to be sent."""
         return None
+
+    def follow(self, mark: torch.cuda.Event | None, tensors: Collection[torch.Tensor]) -> None:
+        """The current stream is going to read these, which another may have packed up to this mark."""
 
     def lend(self, tensors: Collection[torch.Tensor]) -> None:
         """The current stream is going to read these outputs, which are there."""
@@ -158,6 +165,9 @@ class CudaWire(Wire):
     def __init__(self, group: Any, device: torch.device, limit_s: float | None) -> None:
         super().__init__(group, device, limit_s)
         self._stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):  # the kernel of this copy is loaded now, not under a collective
+            lines = torch.zeros(2, 4, dtype=torch.uint8, device=device)[:, 2:]
+            torch.empty(lines.shape, dtype=torch.uint8, device=device).copy_(lines)
 
     # torch's allocator keeps memory, and knows which stream still uses it.
 
@@ -168,10 +178,15 @@ class CudaWire(Wire):
         return Lease(self.empty(size), [])
 
     def upload(self, line: Bytes) -> torch.Tensor:
-        return upload(torch.from_numpy(line), self.device)
+        return upload([line], self.device)[0]
 
     def mark(self) -> torch.cuda.Event | None:
         return torch.cuda.current_stream(self.device).record_event()
+
+    def follow(self, mark: torch.cuda.Event | None, tensors: Collection[torch.Tensor]) -> None:
+        if mark is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark)
+            self.lend(tensors)
 
     def lend(self, tensors: Collection[torch.Tensor]) -> None:
         stream = torch.cuda.current_stream(self.device)
@@ -191,16 +206,19 @@ class CudaWire(Wire):
         for tensor in (out, source):
             tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
+            # Before the collective is under way: taking memory may wait for the GPU, and so for the peers.
+            host = staged = None
+            if look is not None:
+                host = torch.empty(look.shape, dtype=torch.uint8, pin_memory=True)
+                staged = torch.empty(look.shape, dtype=torch.uint8, device=self.device)
             for event in after:
                 if event is not None:
                     self._stream.wait_event(event)
             work = self._issue(out, source, out_rows, rows)
             work.wait()  # orders the stream; the host goes on
-            seen = _EMPTY
-            if look is not None:
-                host = torch.empty(look.shape, dtype=torch.uint8, pin_memory=True)
-                host.copy_(look, non_blocking=True)
-                seen = host.numpy()
+            if look is not None and host is not None and staged is not None:
+                host.copy_(staged.copy_(look), non_blocking=True)
+            seen = _EMPTY if host is None else host.numpy()
             return _DeviceFlight(work, seen, (out, source), self._stream.record_event())
 
 
