@@ -13,8 +13,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from moefleet.bench.cases import PHASES, CommCase, payload
-from moefleet.bench.comm import CommPlan, _values, candidates_for
-from moefleet.bench.report import Record
+from moefleet.bench.comm import CommPlan, candidates_for, values_of
+from moefleet.bench.records import CommRecord
 from moefleet.cli import app
 from moefleet.config import EpLayout
 from moefleet.errors import (
@@ -53,7 +53,7 @@ def found(run: tuple[Result, Path]) -> list[dict[str, Any]]:
 
 
 def test_records_are_complete(found: list[dict[str, Any]]) -> None:
-    names = {field.name for field in fields(Record)}
+    names = {field.name for field in fields(CommRecord)}
     assert all(record.keys() == names for record in found)
     asked = {(layout.value, tokens, phase) for layout in EpLayout for tokens in (0, 1, 4) for phase in PHASES}
     for transport in ("shm", "gloo-raw"):
@@ -87,7 +87,7 @@ def test_bytes_are_those_of_the_case(found: list[dict[str, Any]]) -> None:
 
 def test_a_table_for_people_and_a_picture(run: tuple[Result, Path]) -> None:
     result, here = run
-    for text in ("expert_major", "rank_major", "flat", "gloo-raw", "vs gloo-raw", "2 ranks, 8 experts"):
+    for text in ("expert_major", "rank_major", "flat", "gloo-raw", "vs gloo-raw", "2 ranks of 1 thread", "8 experts"):
         assert text in result.stdout
     assert (here / "comm.png").read_bytes().startswith(b"\x89PNG")
 
@@ -131,7 +131,7 @@ def test_a_wrong_transport_is_found_and_an_absent_one_listed(tmp_path: Path, mon
     assert {r["valid"] for r in found[3:]} == {True}
     assert {(r["combine_input"], r["dtype"], r["ratio_to_gloo_raw"]) for r in found} == {("tensor", "bfloat16", None)}
     assert "not measured: absent: no such cable [here]" in result.stderr
-    assert "error: wrong, flat, 4 tokens: output is off by" in result.stderr
+    assert "error: wrong, 2 ranks, flat, 4 tokens: output is off by" in result.stderr
     assert "error: shm" not in result.stderr
 
 
@@ -155,8 +155,8 @@ def test_the_error_of_the_rank_that_failed_is_the_one_raised() -> None:
         MoEEpTimeoutError("late", ranks=[2]),
     ]
     with pytest.raises(MoEEpConfigError, match="the cause"):
-        _values([RankResult(rank, None, error, 1) for rank, error in enumerate(errors)])
-    assert _values([RankResult(0, 7, None, 0)]) == [7]
+        values_of([RankResult(rank, None, error, 1) for rank, error in enumerate(errors)])
+    assert values_of([RankResult(0, 7, None, 0)]) == [7]
 
 
 @pytest.mark.parametrize("field", ["steps", "rounds"])

@@ -13,7 +13,8 @@ from rich.console import Console
 from moefleet.bench.cases import CommCase, payload
 from moefleet.bench.comm import CaseResult, CommPlan
 from moefleet.bench.plot import plot, require_plot
-from moefleet.bench.report import Record, headline, records, tables, to_json
+from moefleet.bench.records import CommRecord, Record, to_json
+from moefleet.bench.report import headline, records, tables
 from moefleet.errors import MoEEpConfigError, MoEEpNotBuiltError
 
 CASE = CommCase(world=2, tokens=4, hidden=16, experts=8, topk=2)
@@ -62,7 +63,7 @@ def test_without_the_yardstick_there_is_no_ratio_to_it() -> None:
 
 def test_json_is_a_list_of_flat_objects(found: list[Record]) -> None:
     read = json.loads(to_json(found))
-    assert Record(**read[0]) == found[0]
+    assert CommRecord(**read[0]) == found[0]
     assert read[0]["host"].keys() >= {"cpu", "cores", "torch", "date"}
 
 

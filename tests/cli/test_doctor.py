@@ -47,12 +47,18 @@ def test_tables() -> None:
     assert "max world size" not in doctor().output
 
 
+def test_what_cpu_ranks_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEFLEET_NATIVE", "0")
+    assert "CPU ranks use numpy: MOEFLEET_NATIVE=0 is set" in doctor().output
+
+
 def test_json() -> None:
     result = doctor("--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["healthy"] is True
     assert found["machine"]["usable_cores"] >= 1
+    assert found["helper"]["available"] is bool(found["helper"]["path"]) is not bool(found["helper"]["reason"])
     assert {each["name"]: each["version"] for each in found["packages"]}["moefleet"] == moefleet.__version__
     by_name = {each["name"]: each for each in found["transports"]}
     assert by_name[found["auto"]]["available"]

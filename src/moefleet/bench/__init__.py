@@ -1,5 +1,7 @@
 """Measurements: all candidates in one run, in turn, so that noise hits them alike.
 
-One file per thing: ``cases.py`` what is measured, ``cpu.py`` how a rank measures it on the CPU, ``comm.py`` the run
-over all cases and ranks, ``report.py`` records and the table, ``plot.py`` the picture.
+One file per thing. What is measured: ``cases.py`` (``bench comm``), ``layers.py`` with ``shapes.py`` (``bench layer``),
+``generation.py`` (``bench model``). The run over cases, ranks and rounds: ``comm.py`` with ``cpu.py`` for comm and
+layer, ``model.py``; ``matrix.py`` runs the cases that ``notebook.py``, the JSON file, does not have yet. What comes of
+it: ``records.py``, ``report.py`` the tables, ``plot.py`` the picture.
 """

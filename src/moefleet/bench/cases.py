@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,6 +21,7 @@ ROUTINGS = 8
 transport's two buffer sets."""
 
 PHASES = ("dispatch", "combine", "both")
+GLOO_RAW = "gloo-raw"
 
 
 class Routing(str, enum.Enum):
@@ -61,6 +63,10 @@ class CommCase:
     routing: Routing = Routing.UNIFORM
     combine_input: CombineInput = CombineInput.BUFFER
 
+    phases: ClassVar[tuple[str, ...]] = PHASES
+    yardsticks: ClassVar[tuple[str, ...]] = (GLOO_RAW,)
+    """Candidates beside the transports."""
+
     def __post_init__(self) -> None:
         if self.tokens < 0:
             raise config_error("tokens", self.tokens, "0 or more on each rank")
@@ -81,6 +87,25 @@ class CommCase:
             layout=self.layout,
             max_topk=self.topk,
         )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The case in the words of a record."""
+        return {
+            "what": "comm",
+            "layout": self.layout.value,
+            "world": self.world,
+            "tokens": self.tokens,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "hidden": self.hidden,
+            "experts": self.experts,
+            "topk": self.topk,
+            "routing": self.routing.value,
+            "combine_input": self.combine_input.value,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.world} ranks, {self.layout.value}, {self.tokens} tokens"
 
     def x(self, rank: int) -> torch.Tensor:
         """``[T, H]``: what ``rank`` sends in every step."""

@@ -1,9 +1,10 @@
-"""The run: every case on one set of ranks, every candidate of a case in turn."""
+"""The run: all cases of a world on one set of ranks, every candidate of a case in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from ..errors import (
 )
 from ..fleet import available_backends, probe
 from ..launch import RankPool
+from ..launch.pool import usable_cores
 from . import cpu
-from .cases import CommCase
+from .cases import GLOO_RAW, CommCase
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,14 @@ class CommPlan:
     """What to run.
 
     Args:
-        cases: all with the same ``world``.
-        transports: names, in the order of the report; empty means all that are registered, then gloo-raw.
+        cases: of one kind; those of the same ``world`` side by side.
+        transports: names, in the order of the report; empty means all that are registered, then the yardsticks.
         steps: timed steps of a candidate in each round; warmup: untimed ones before them.
         rounds: how often the candidates of a case take turns.
         validate: compare every transport's output with the reference, before and after the timed steps.
         threads: of each rank; ``None`` divides the cores.
         timeout_s: for each call on the ranks: opening a case, or one round of it.
+        build: makes the candidates on a rank.
 
     Raises:
         MoEEpConfigError: a value is out of range.
@@ -50,6 +53,7 @@ class CommPlan:
     validate: bool = False
     threads: int | None = None
     timeout_s: float = 120.0
+    build: cpu.Build = cpu.comm_candidate
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("warmup", 0), ("rounds", 1)):
@@ -61,13 +65,22 @@ class CommPlan:
         """How often :func:`measure` reports progress."""
         return len(self.cases) * (self.rounds + 1)
 
+    def names(self, case: CommCase) -> list[str]:
+        """The candidates of a case."""
+        return candidates_for(case, self.transports)[0]
+
+    def facts(self, case: CommCase) -> dict[str, Any]:
+        """What a record of this case says before anything is measured."""
+        threads = self.threads or max(1, usable_cores() // case.world)
+        return {**case.facts, "rounds": self.rounds, "warmup": self.warmup, "threads": threads}
+
 
 @dataclass
 class CaseResult:
     """What one case gave.
 
     Attributes:
-        seconds: per candidate ``[rounds * steps, 3]``: the slowest rank's time of each step, a column per phase.
+        seconds: per candidate ``[rounds * steps, P]``: the slowest rank's time of each step, a column per phase.
         left_out: per candidate that cannot run this case, the reason.
         errors: per transport the largest error in multiples of what is allowed; empty unless validated.
     """
@@ -82,18 +95,33 @@ class CaseResult:
         """The transports whose output was wrong, and by how much."""
         return {name: error for name, error in self.errors.items() if not error <= 1}
 
+    def medians_us(self, name: str) -> dict[str, float]:
+        """The median of each phase of one candidate; empty for one that did not run."""
+        if name not in self.seconds:
+            return {}
+        return dict(zip(self.case.phases, (np.median(self.seconds[name], axis=0) * 1e6).tolist()))
+
+    @property
+    def complaints(self) -> list[str]:
+        """What to tell of those."""
+        return [
+            f"{name}, {self.case}: output is off by {error:.3g} times what rounding allows"
+            for name, error in self.wrong.items()
+        ]
+
 
 def measure(plan: CommPlan, on_tick: Callable[[CommCase], None] = lambda case: None) -> Iterator[CaseResult]:
-    """Run all cases on one set of ranks.
+    """Run all cases, on one set of ranks for each world.
 
     Raises:
         MoEEpNotBuiltError: a case that no candidate can run.
         MoEEpError: what a rank raised.
     """
     who = [candidates_for(case, plan.transports) for case in plan.cases]
-    with RankPool(plan.cases[0].world, threads_per_rank=plan.threads) as pool:
-        for case, (names, left_out) in zip(plan.cases, who):
-            yield _measure_case(plan, case, names, left_out, pool, on_tick)
+    for world, cases in groupby(zip(plan.cases, who), key=lambda pair: pair[0].world):
+        with RankPool(world, threads_per_rank=plan.threads) as pool:
+            for case, (names, left_out) in cases:
+                yield _measure_case(plan, case, names, left_out, pool, on_tick)
 
 
 def candidates_for(case: CommCase, wanted: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
@@ -104,7 +132,7 @@ def candidates_for(case: CommCase, wanted: Sequence[str] = ()) -> tuple[list[str
         MoEEpNotBuiltError: there is none.
     """
     names, left_out = [], {}
-    known = (*available_backends(), cpu.GLOO_RAW)
+    known = (*available_backends(), *case.yardsticks)
     for name in wanted or known:
         if name not in known:
             raise config_error("transport", repr(name), ", ".join(known), cls=MoEEpUnknownBackendError)
@@ -120,7 +148,7 @@ def candidates_for(case: CommCase, wanted: Sequence[str] = ()) -> tuple[list[str
 
 
 def _why_not(name: str, case: CommCase) -> str:
-    if name == cpu.GLOO_RAW:
+    if name == GLOO_RAW:
         return "" if dist.is_gloo_available() else "this build of torch has no gloo"
     return probe(name, BootstrapConfig(case.world, 0, device="cpu"), case.params).reason
 
@@ -134,9 +162,9 @@ def _measure_case(
     on_tick: Callable[[CommCase], None],
 ) -> CaseResult:
     def on_ranks(fn: Callable[..., Any], *args: Any) -> list[Any]:
-        return _values(pool.run(fn, *args, timeout_s=plan.timeout_s))
+        return values_of(pool.run(fn, *args, timeout_s=plan.timeout_s))
 
-    on_ranks(cpu.open_case, case, names, plan.timeout_s)
+    on_ranks(cpu.open_case, plan.build, case, names, plan.timeout_s)
     errors = on_ranks(cpu.prepare, plan.validate)
     on_tick(case)
     rounds = []
@@ -153,7 +181,7 @@ def _measure_case(
     return CaseResult(case, seconds, left_out, worst)
 
 
-def _values(results: Sequence[Any]) -> list[Any]:
+def values_of(results: Sequence[Any]) -> list[Any]:
     """What the ranks returned, or the error behind all errors: a rank's own before those of its peers."""
     failed = [result.error for result in results if result.error is not None]
     if failed:

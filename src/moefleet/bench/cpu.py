@@ -12,11 +12,11 @@ import gc
 import math
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from time import perf_counter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +33,10 @@ from ..substrate.faults import FaultState
 from ..substrate.futex import unsupported_reason
 from ..substrate.group import HostGroup
 from ..tensors import CombineInputParams, DispatchInputParams, DispatchOutput, HandleParams
-from .cases import ROUTINGS, CombineInput, CommCase
+from .cases import GLOO_RAW, ROUTINGS, CombineInput, CommCase
 
-GLOO_RAW = "gloo-raw"
-
-Marks: TypeAlias = tuple[float, float, float]
-"""When a step began, when its dispatch was done, and when it ended."""
+Times: TypeAlias = tuple[float, ...]
+"""Seconds of each of a case's ``phases``."""
 
 
 class Candidate(ABC):
@@ -54,7 +52,7 @@ class Candidate(ABC):
         return None
 
     @abstractmethod
-    def step(self, number: int) -> Marks:
+    def step(self, number: int) -> Times:
         """Run a timed step with routing ``number % ROUTINGS``."""
 
     def close(self) -> None:  # noqa: B027 - optional
@@ -85,14 +83,14 @@ class TransportCandidate(Candidate):
         y = self._handle.combine(CombineInputParams([rows])).x
         return self._error(y, number) if validate else None
 
-    def step(self, number: int) -> Marks:
+    def step(self, number: int) -> Times:
         update = self._updates[number % ROUTINGS]
         start = perf_counter()
         self._handle.update(*update)
         arrived = self._handle.dispatch(self._input)
         middle = perf_counter()
         self._handle.combine(CombineInputParams([self._rows(arrived)]))
-        return start, middle, perf_counter()
+        return _phases(start, middle, perf_counter())
 
     def close(self) -> None:
         self._handle.destroy()
@@ -134,13 +132,28 @@ class GlooRawCandidate(Candidate):
         away = torch.ones(max(sum(here) for _, here in splits), case.hidden, dtype=case.dtype)
         self._moves = [(home[: sum(there)], there, away[: sum(here)], here) for there, here in splits]
 
-    def step(self, number: int) -> Marks:
+    def step(self, number: int) -> Times:
         home, there, away, here = self._moves[number % ROUTINGS]
         start = perf_counter()
         dist.all_to_all_single(away, home, here, there)
         middle = perf_counter()
         dist.all_to_all_single(home, away, there, here)
-        return start, middle, perf_counter()
+        return _phases(start, middle, perf_counter())
+
+
+def comm_candidate(name: str, case: CommCase, bootstrap: BootstrapConfig) -> Candidate:
+    """The candidate of this name."""
+    if name == GLOO_RAW:
+        return GlooRawCandidate(case, bootstrap.rank)
+    return TransportCandidate(name, case, bootstrap)
+
+
+def _phases(start: float, middle: float, end: float) -> Times:
+    return middle - start, end - middle, end - start
+
+
+Build: TypeAlias = Callable[[str, Any, BootstrapConfig], Candidate]
+"""Makes a candidate from its name, the case and this rank."""
 
 
 class Barrier:
@@ -184,7 +197,7 @@ _candidates: dict[str, Candidate] = {}
 """What this process keeps from :func:`open_case` to :func:`close_case`."""
 
 
-def open_case(bootstrap: BootstrapConfig, case: CommCase, names: Sequence[str], timeout_s: float) -> None:
+def open_case(bootstrap: BootstrapConfig, build: Build, case: CommCase, names: Sequence[str], timeout_s: float) -> None:
     """Build all candidates of a case side by side."""
     with _leaving_on_error():
         dist.init_process_group(
@@ -198,9 +211,7 @@ def open_case(bootstrap: BootstrapConfig, case: CommCase, names: Sequence[str], 
         mine = replace(bootstrap, device="cpu", process_group=group, timeout_s=timeout_s)
         _barriers.append(Barrier(mine))
         for name in names:
-            _candidates[name] = (
-                GlooRawCandidate(case, mine.rank) if name == GLOO_RAW else TransportCandidate(name, case, mine)
-            )
+            _candidates[name] = build(name, case, mine)
 
 
 def prepare(bootstrap: BootstrapConfig, validate: bool) -> dict[str, float]:
@@ -222,7 +233,7 @@ def run_round(bootstrap: BootstrapConfig, number: int, warmup: int, steps: int) 
     """A batch of steps of every candidate, in an order that rotates with the round's ``number``.
 
     Returns:
-        Per candidate seconds ``[steps, 3]`` of this rank: a column for each of ``PHASES``.
+        Per candidate seconds ``[steps, P]`` of this rank: a column for each of the case's ``phases``.
     """
     with _leaving_on_error():
         first = number * (warmup + steps)
@@ -249,12 +260,11 @@ def _close() -> None:
 
 
 def _batch(candidate: Candidate, first: int, warmup: int, steps: int) -> npt.NDArray[np.float64]:
-    marks, barrier = np.empty((warmup + steps, 3)), _barriers[-1]
+    barrier, times = _barriers[-1], []
     for index in range(warmup + steps):
         barrier.pass_through()
-        marks[index] = candidate.step(first + index)
-    start, middle, end = marks[warmup:].T
-    return np.stack([middle - start, end - middle, end - start], axis=1)
+        times.append(candidate.step(first + index))
+    return np.array(times[warmup:])
 
 
 @contextlib.contextmanager

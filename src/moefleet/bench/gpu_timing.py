@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
-Step = Callable[[], object]
+Step: TypeAlias = Callable[[], object]
+Phases: TypeAlias = Sequence[Step]
+"""The calls of one step, in order."""
 
 
 def capture(steps: Sequence[Step]) -> torch.cuda.CUDAGraph:
@@ -19,14 +22,12 @@ def capture(steps: Sequence[Step]) -> torch.cuda.CUDAGraph:
     with torch.cuda.stream(side):
         for step in steps:
             step()
-    torch.cuda.synchronize()
-    dist.barrier()
+    meet()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for step in steps:
             step()
-    torch.cuda.synchronize()
-    dist.barrier()
+    meet()
     return graph
 
 
@@ -38,51 +39,82 @@ def alternating_us(
     In each round every graph takes its turn: a few replays to get in step, then ``replays`` in a row that are timed.
     """
     took: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
+    for number in range(rounds):
+        for name in in_turn(graphs, number):
             for _ in range(3):
-                graph.replay()
-            torch.cuda.synchronize()
-            dist.barrier()
+                graphs[name].replay()
+            meet()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             for _ in range(replays):
-                graph.replay()
+                graphs[name].replay()
             end.record()
             torch.cuda.synchronize()
             took[name].append(begin.elapsed_time(end) * 1e3 / replays / steps)
-    return _slowest({name: median(times) for name, times in took.items()})
+    return slowest({name: median(times) for name, times in took.items()})
 
 
 def eager_us(steps: Mapping[str, Step], *, rounds: int = 5, runs: int = 30) -> dict[str, float]:
     """Microseconds per eager step of each candidate: the slowest rank, the median of all runs, in turns."""
     took: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
+    for number in range(rounds):
+        for name in in_turn(steps, number):
             for _ in range(5):
-                step()
-            torch.cuda.synchronize()
-            dist.barrier()
+                steps[name]()
+            meet()
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
             marks[0].record()
             for mark in marks[1:]:
-                step()
+                steps[name]()
                 mark.record()
             torch.cuda.synchronize()
             took[name] += [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)]
-    return _slowest({name: median(times) for name, times in took.items()})
+    return slowest({name: median(times) for name, times in took.items()})
 
 
-def routing(tokens: int, experts: int, topk: int, seed: int, skew: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Top-k ids int64 and softmax weights on the GPU; ``skew > 0`` draws experts from a Zipf law with that exponent."""
-    g = torch.Generator(device="cuda").manual_seed(seed)
-    u = torch.rand(tokens, experts, device="cuda", generator=g)
-    popularity = torch.arange(1, experts + 1, device="cuda", dtype=torch.float32) ** -skew
-    scores, ids = (u ** (1 / popularity)).topk(topk)
-    return ids.contiguous(), torch.softmax(scores, -1).float().contiguous()
+def phases_us(steps: Sequence[Phases], *, graph: bool, runs: int = 20) -> list[float]:
+    """Microseconds of each phase of a step, between events: the slowest rank, the median over ``runs`` of ``steps``.
+
+    With ``graph`` the steps and the events between their phases are replayed from a graph. An event keeps the next
+    kernel from starting early, so phases add up to more than the step.
+    """
+    count = len(steps[0])
+    marks = [
+        [torch.cuda.Event(enable_timing=True, external=graph) for _ in range(count + 1)] for _ in range(len(steps))
+    ]
+
+    def run() -> None:
+        for phases, events in zip(steps, marks, strict=True):
+            events[0].record()
+            for phase, event in zip(phases, events[1:], strict=True):
+                phase()
+                event.record()
+
+    again = capture([run]).replay if graph else run
+    took: list[list[float]] = []
+    for _ in range(3 + runs):
+        again()
+        meet()
+        took += [[a.elapsed_time(b) * 1e3 for a, b in pairwise(events)] for events in marks]
+    mine = {str(phase): median(step[phase] for step in took[3 * len(steps) :]) for phase in range(count)}
+    return list(slowest(mine).values())
 
 
-def _slowest(mine: dict[str, float]) -> dict[str, float]:
+def in_turn(names: Mapping[str, object], number: int) -> list[str]:
+    """The names, another one first in each round."""
+    every = list(names)
+    first = number % max(1, len(every))
+    return every[first:] + every[:first]
+
+
+def meet() -> None:
+    """All ranks come, and their GPUs have nothing left to do."""
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def slowest(mine: dict[str, float]) -> dict[str, float]:
+    """The largest of all ranks, name by name."""
     worst = torch.tensor(list(mine.values()), device="cuda")
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return dict(zip(mine, worst.tolist(), strict=True))

@@ -21,11 +21,15 @@ COMMANDS = ("chaos", "check_protocol", "demo", "doctor", "generate", "plan")
 EXAMPLES = """\
 [bold]Examples[/]
 
+  moefleet doctor
+
   moefleet demo
 
-  moefleet bench comm --world 4 --tokens 1,128 --hidden 2048 --experts 64 --topk 8
+  moefleet plan --model ./OLMoE-1B-7B --world 4
 
-  moefleet bench comm --tokens 128 --validate --json comm.json --plot comm.png
+  moefleet generate --model ./OLMoE-1B-7B --world 4 --prompt "Once upon a time"
+
+  moefleet bench comm --world 4 --tokens 1,128 --hidden 2048 --experts 64 --topk 8
 """
 
 app = typer.Typer(

@@ -45,7 +45,9 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of sampling: the texts do not depend on the number of ranks.")] = 0,
     dtype: Annotated[WeightType, typer.Option(help="Type of the weights.")] = WeightType.AUTO,
     max_tokens_per_rank: Annotated[int, typer.Option(min=1, help="M: longer prompts take several steps.")] = 128,
-    layout: Annotated[EpLayout, typer.Option(help="How received rows lie in memory.")] = EpLayout.EXPERT_MAJOR,
+    layout: Annotated[
+        EpLayout | None, typer.Option(help="How received rows lie in memory.", show_default="flat")
+    ] = None,
     transport: Annotated[str, typer.Option(help="Transport between the ranks, by name.")] = "auto",
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that the ranks may take.")] = 3600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in the end instead.")] = False,

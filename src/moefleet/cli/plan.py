@@ -11,6 +11,7 @@ import typer
 
 from ..config import EpLayout
 from ..errors import config_error
+from ..knobs import FP8E4M3, FleetAlgoKnobQuantization
 
 if TYPE_CHECKING:
     from ..plan import Checkpoint, ModelShape
@@ -73,6 +74,12 @@ def plan(
             rich_help_panel=FLEET,
         ),
     ] = None,
+    fp8: Annotated[
+        bool,
+        typer.Option(
+            "--fp8", help="Quantise rows on their way: FleetAlgoKnobQuantization({'FP8E4M3'}).", rich_help_panel=FLEET
+        ),
+    ] = False,
     memory: Annotated[
         float | None,
         typer.Option(
@@ -99,7 +106,15 @@ def plan(
     }  # fmt: skip
     shape, checkpoint = _model(model, sizes, dtype)
     around = look(None if memory is None else int(memory * 2**30))
-    found = make_plan(shape, world, around, tokens=tokens, layouts=layout or tuple(EpLayout), checkpoint=checkpoint)
+    found = make_plan(
+        shape,
+        world,
+        around,
+        tokens=tokens,
+        layouts=layout or tuple(EpLayout),
+        checkpoint=checkpoint,
+        algo_knobs=[FleetAlgoKnobQuantization(frozenset({FP8E4M3}))] if fp8 else [],
+    )
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
