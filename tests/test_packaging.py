@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,16 @@ def run(code: str, *args: str) -> str:
     return done.stdout
 
 
-def loaded_by(module: str) -> set[str]:
-    """The modules that importing `module` loads beyond those that torch itself loads."""
+@cache
+def loaded() -> dict[str, set[str]]:
+    """The modules that importing each of these loads, one after the other, beyond those that torch itself loads."""
     code = (
-        "import importlib, json, sys, torch; before = set(sys.modules); importlib.import_module(sys.argv[1]);"
-        "print(json.dumps(sorted(set(sys.modules) - before)))"
+        "import importlib, json, sys, torch; before, loaded = set(sys.modules), {}\n"
+        "for name in ('moefleet', 'moefleet.cli'):\n"
+        "    importlib.import_module(name); loaded[name] = sorted(set(sys.modules) - before)\n"
+        "print(json.dumps(loaded))"
     )
-    return set(json.loads(run(code, module).splitlines()[-1]))
+    return {name: set(modules) for name, modules in json.loads(run(code).splitlines()[-1]).items()}
 
 
 def top(modules: set[str]) -> set[str]:
@@ -43,33 +47,32 @@ def top(modules: set[str]) -> set[str]:
 
 
 def test_import_loads_nothing_but_torch_and_numpy() -> None:
-    loaded = loaded_by("moefleet")
-    extra = top(loaded) - set(sys.stdlib_module_names) - {"moefleet", "torch", "numpy"}
+    extra = top(loaded()["moefleet"]) - set(sys.stdlib_module_names) - {"moefleet", "torch", "numpy"}
     assert not extra, f"import moefleet loads {sorted(extra)}: import them inside the function that needs them"
 
 
 def test_import_stays_small() -> None:
     """Importing costs what it loads: a count repeats where a clock does not."""
-    others = {name for name in loaded_by("moefleet") if name.split(".")[0] not in ("moefleet", "torch")}
+    others = {name for name in loaded()["moefleet"] if name.split(".")[0] not in ("moefleet", "torch")}
     assert len(others) <= 100, f"import moefleet loads {len(others)} modules beside torch's: {sorted(others)}"
 
 
 def test_import_of_the_command_line_loads_no_optional_package() -> None:
-    extra = top(loaded_by("moefleet.cli")) & set(OPTIONAL)
+    extra = top(loaded()["moefleet.cli"]) & set(OPTIONAL)
     assert not extra, f"import moefleet.cli loads {sorted(extra)}: import them inside the command that needs them"
 
 
-@pytest.mark.parametrize("module", ["moefleet", "moefleet.cli"])
-def test_import_works_without_optional_packages(module: str) -> None:
-    code = "import importlib, json, sys, torch; sys.modules.update(dict.fromkeys(json.loads(sys.argv[2]))); "
-    run(code + "importlib.import_module(sys.argv[1])", module, json.dumps(OPTIONAL))
-
-
-def test_version_needs_no_metadata() -> None:
+def test_import_works_without_optional_packages_and_without_metadata() -> None:
     from moefleet._version import __version__
 
-    hidden = "import torch, importlib.metadata as m; m.version = m.distribution = None; import moefleet; "
-    assert run(hidden + "print(moefleet.__version__)").strip() == __version__
+    code = (
+        "import json, sys, torch, importlib.metadata as m; sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))\n"
+        "version, m.version = m.version, None\n"
+        "import moefleet; print(moefleet.__version__)\n"
+        "m.version = version\n"
+        "import moefleet.cli"
+    )
+    assert run(code, json.dumps(OPTIONAL)).strip() == __version__
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +100,7 @@ def test_wheel_holds_the_package_with_its_types_and_assets(built: dict[str, set[
         for path in (SRC / "moefleet").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert "moefleet/py.typed" in expected
+    assert {"moefleet/py.typed", "moefleet/native/rows.c", "moefleet/native/moefleet.h"} <= expected
     assert any(name.startswith("moefleet/assets/") for name in expected), "the demo's model lies in src/moefleet/assets"
     assert expected <= built["wheel"], f"not in the wheel: {sorted(expected - built['wheel'])}"
 

@@ -48,7 +48,9 @@ class PrequantizedMoEWeights:
 
     Args:
         w13, w2: as in :class:`UnquantizedMoEWeights`, in the quantised element type.
-        w13_scale, w2_scale: their scales; the shapes belong to the format.
+        w13_scale, w2_scale: their scales; the shapes belong to the format. For kernel ``grouped_gemm``: float8_e4m3fn
+            with float32 ``[L, ceil(2I/128), ceil(H/128)]`` and ``[L, ceil(H/128), ceil(I/128)]``, one for each
+            128 x 128 block.
     """
 
     w13: torch.Tensor

@@ -27,6 +27,7 @@ from moefleet import (
     UnquantizedMoEWeights,
     reference,
 )
+from moefleet.config import CommConfig
 from moefleet.placement import Placement
 from tests.faults.forked import KILLED, run_forked
 from tests.strategies import Problem, make_problem
@@ -74,6 +75,7 @@ class Engine:
 
     Args:
         bootstrap: of the call; keyword arguments ``world`` and ``rank`` replace its own.
+        comm: the transport.
         knob: fields of the fault-tolerance knob.
     """
 
@@ -85,6 +87,7 @@ class Engine:
         world: int | None = None,
         rank: int | None = None,
         capacity: int | None = None,
+        comm: str | CommConfig = "shm",
         **knob: Any,
     ) -> None:
         self.store = bootstrap.tcp_store
@@ -97,7 +100,7 @@ class Engine:
             knobs.append(FleetAlgoKnobTopologyCapacity(capacity))
         params = problem_of(1, self.world).params(layout, max_tokens_per_rank=5)
         weights = weights_of(Placement.contiguous(EXPERTS, self.world), self.rank)
-        self.layer = MoEEpLayer(self.bootstrap, params, weights, knobs, SplitConfig("shm", "grouped_gemm"))
+        self.layer = MoEEpLayer(self.bootstrap, params, weights, knobs, SplitConfig(comm, "grouped_gemm"))
         self.fleet: Any = self.layer.fleet
         self.log: list[Record] = []
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
@@ -15,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import OlmoeForCausalLM
 
 from moefleet.config import BootstrapConfig
-from moefleet.errors import MoEEpConfigError
+from moefleet.errors import MoEEpConfigError, MoEEpError, MoEEpPeerError
 from moefleet.integrations.transformers import expert_parallel, predict_memory
+from moefleet.integrations.transformers.checkpoint import ONE_BY_ONE
+from moefleet.integrations.transformers.files import Tensors
 from moefleet.placement import Placement
 from tests.conformance.pool import shared_pool
 from tests.integrations.families import FAMILIES, E, tiny
@@ -109,6 +113,57 @@ def test_a_dtype_is_converted_and_generation_config_is_read(directory: Path) -> 
         torch.testing.assert_close(parallel.model(torch.tensor(IDS)).logits, expected, atol=1e-4, rtol=1e-4)
         assert parallel.model.generation_config.pad_token_id == 0
         assert not parallel.model.training
+
+
+def load_alone(bootstrap: BootstrapConfig, root: Path) -> Exception:
+    """Rank 1 finds nothing to load; the others have long loaded, and wait."""
+    directory = root / ("nothing" if bootstrap.rank == 1 else "olmoe")
+    with pytest.raises(MoEEpError) as caught:
+        expert_parallel(directory, bootstrap, max_tokens_per_rank=M)
+    return caught.value
+
+
+def test_a_rank_that_cannot_load_tells_the_others(directory: Path) -> None:
+    errors = values(load_alone, directory, world_size=3)
+    culprit = errors.pop(1)
+    assert isinstance(culprit, MoEEpConfigError)
+    for error in errors:
+        assert isinstance(error, MoEEpPeerError) and error.rank == 1, error
+        assert error.reason == f"MoEEpConfigError: {culprit}"
+
+
+def test_experts_are_read_into_memory_of_their_own_one_block_after_the_other(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that neither the page cache nor the allocator holds them twice; transformers would read all at once."""
+    alive: list[weakref.ref[Any]] = []
+    most_alive: list[int] = []
+    load = Tensors.load
+
+    def counted(self: Tensors, *args: Any) -> Any:
+        memory = load(self, *args)
+        alive.append(weakref.ref(memory))
+        most_alive.append(sum(ref() is not None for ref in alive))
+        return memory
+
+    monkeypatch.setattr(Tensors, "load", counted)
+    monkeypatch.setenv(ONE_BY_ONE, "")
+    with expert_parallel(directory / "olmoe", BootstrapConfig(1, 0, device="cpu"), max_tokens_per_rank=M) as parallel:
+        planes = [plane for layer in parallel.layers.values() for plane in layer.weights.planes]
+        assert not any(map(is_mapped, planes))
+    assert len(alive) == 2 * 3 * E
+    assert max(most_alive) <= 2 * E, "one block's gate and up matrices"
+    assert os.environ[ONE_BY_ONE] == ""
+
+
+def test_an_expert_tensor_has_the_rows_that_are_asked_for(tmp_path: Path) -> None:
+    whole = torch.randn(5, 3, 4).to(torch.bfloat16)
+    save_file({"other": torch.ones(7), "mlp.experts.down_proj": whole}, tmp_path / "model.safetensors")
+    stored = Tensors(tmp_path)
+    tensor = stored.wanted(range(1, 4))["mlp.experts.down_proj"]
+    assert (tensor.get_shape(), tensor.get_dtype(), stored.read) == ([3, 3, 4], "BF16", [])
+    assert torch.equal(tensor[...], whole[1:4]) and torch.equal(tensor[1:2], whole[2:3])
+    assert stored.wanted([]).keys() == {"other"}
 
 
 def copied(directory: Path, tmp_path: Path) -> Path:

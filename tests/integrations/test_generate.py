@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,24 @@ def test_ranks_write_what_one_process_samples(tmp_path: Path) -> None:
     assert [rank["experts"] for rank in report["ranks"]] == [list(range(8)), list(range(8, 16))]
     for rank in report["ranks"]:
         assert rank["predicted_bytes"] == rank["measured_bytes"]
+
+
+def test_a_chat_model_reads_prompts_in_its_template(tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path, dirs_exist_ok=True)
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}[assistant] {% endif %}"
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    small = ("--world", "1", "--dtype", "float32", "--max-new-tokens", "6", "--json")
+    result = CliRunner().invoke(
+        app, ["generate", "--model", str(tmp_path), "--chat", "--prompt", "Who art thou?", *small]
+    )
+    assert result.exit_code == 0, result.output
+    (text,) = json.loads(result.stdout)["texts"]
+    ids = tuple(b"[user] Who art thou?\n[assistant] ")  # a token of this model is a byte
+    model = Qwen3MoeForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    assert text["tokens"] == written(model, 0, Job(MODEL, (ids,), 6), Sender(0, ""))
+    assert text["prompt"] == "Who art thou?"
 
 
 @pytest.mark.parametrize(

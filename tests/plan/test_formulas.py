@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from moefleet import BootstrapConfig, EpAlgorithm, EpLayout, FleetParams, Placement, create_fleet
+from moefleet import (
+    BootstrapConfig,
+    EpAlgorithm,
+    EpLayout,
+    FleetAlgoKnobQuantization,
+    FleetParams,
+    Placement,
+    create_fleet,
+)
 from moefleet.plan.memory import FORMULAS, fleet_memory, inbox_bytes, nvlink, shm, torch_dist
 from moefleet.plan.traffic import reach, traffic
 from moefleet.substrate.inbox import Inbox
@@ -48,15 +58,38 @@ def test_torch_dist_is_what_its_fleet_allocates(layout: EpLayout) -> None:
         assert torch_dist(params, 1).at_most == sum(t.nbytes for t in tensors if t is not None)
 
 
+FP8 = [FleetAlgoKnobQuantization(frozenset({"FP8E4M3"}))]
+
+
 @pytest.mark.parametrize("layout", list(EpLayout))
-def test_nvlink_is_its_own_formula(layout: EpLayout) -> None:
+@pytest.mark.parametrize("backend", ["shm", "torch_dist"])
+def test_what_quantised_rows_allocate(layout: EpLayout, backend: str) -> None:
     params = params_of(layout)
-    assert nvlink(params, 2).at_start == nvlink(params, 2).at_most == memory_bytes(params, 2)["total"]
+    with create_fleet(BootstrapConfig(1, 0, device="cpu"), params, FP8, backend=backend) as fleet:
+        if backend == "torch_dist":
+            inboxes = [fleet.inbox(step) for step in range(2)]  # type: ignore[attr-defined]
+            taken = sum(fleet.home(step, torch.float32).nbytes for step in range(2))  # type: ignore[attr-defined]
+        else:
+            inboxes = [inbox for _, inbox in fleet.buffers.inboxes]  # type: ignore[attr-defined]
+            taken = SegmentLayout.of(replace(params, scale_bytes_per_token=4), 1).size
+        for inbox in inboxes:
+            out = inbox.output(torch.uint8 if backend == "torch_dist" else torch.float32, 3, torch.float32)
+            parts = inbox._rows, inbox._scales, out.recv_topk_idx, out.recv_topk_weights
+            taken += sum(part.nbytes for part in parts if part is not None)
+        assert FORMULAS[backend](params, 1, 0, FP8).at_most == taken
+
+
+@pytest.mark.parametrize("layout", list(EpLayout))
+@pytest.mark.parametrize("knobs", [(), FP8])
+def test_nvlink_is_its_own_formula(layout: EpLayout, knobs: list[FleetAlgoKnobQuantization]) -> None:
+    params = params_of(layout)
+    found = nvlink(params, 2, algo_knobs=knobs)
+    assert found.at_start == found.at_most == memory_bytes(params, 2, algo_knobs=knobs)["total"]
 
 
 def test_each_formula_is_of_a_transport_and_grows_with_tokens() -> None:
     for formula in FORMULAS.values():
-        small, large = (formula(params_of(EpLayout.FLAT, tokens), 4, 3) for tokens in (16, 64))
+        small, large = (formula(params_of(EpLayout.FLAT, tokens), 4, 3, ()) for tokens in (16, 64))
         assert small.at_start <= small.at_most < large.at_most
 
 
@@ -91,6 +124,10 @@ def test_traffic_by_hand() -> None:
     assert found.received_rows == 24, "one for each (token, expert)"
     assert found.rows_per_expert == 12
     assert found.times_fewer == pytest.approx(12 * 2 * 0.5 / 10)
+    quantised = traffic(replace(params, scale_bytes_per_token=0), 2, 2, FP8)
+    assert (quantised.dispatch_bytes, quantised.combine_bytes) == (10 * (100 + 4 + 16), 10 * 200)
+    own = traffic(replace(params, dtype_bytes=1), 2, 2)
+    assert (own.dispatch_bytes, own.combine_bytes) == (10 * (100 + 4 + 16), 10 * 200)
     rank_major = traffic(FleetParams(4, 12, 100, layout=EpLayout.RANK_MAJOR), 2, 2)
     assert rank_major.received_rows == pytest.approx(20), "10 of each rank"
 

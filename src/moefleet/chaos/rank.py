@@ -50,7 +50,7 @@ class Rank:
         self.evicted = False
 
     def _bootstrap(self, world: int) -> BootstrapConfig:
-        return BootstrapConfig(world, self.rank, tcp_store=self._store, timeout_s=BUILD_S)
+        return BootstrapConfig(world, self.rank, device="cpu", tcp_store=self._store, timeout_s=BUILD_S)
 
     def tell(self, kind: str, **more: Any) -> None:
         event = {"kind": kind, "rank": self.rank, "t": time.monotonic(), "generation": self._generation, **more}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from .. import native
 from ..fleet import Limits
 from .backends import Backend, kernels, transports
 from .machine import Machine, look
@@ -17,11 +18,13 @@ class Diagnosis:
 
     Attributes:
         machine: hardware.
+        helper: the compiled helper of CPU ranks, or why they do without.
         packages: versions.
         transports, kernels: backends, usable or not.
     """
 
     machine: Machine
+    helper: native.Status
     packages: tuple[Package, ...]
     transports: tuple[Backend, ...]
     kernels: tuple[Backend, ...]
@@ -42,6 +45,7 @@ class Diagnosis:
             "healthy": self.healthy,
             "auto": self.auto,
             "machine": asdict(self.machine),
+            "helper": {**asdict(self.helper), "path": str(self.helper.path or "")},
             "packages": [asdict(each) for each in self.packages],
             "transports": [_backend(each) for each in self.transports],
             "kernels": [_backend(each) for each in self.kernels],
@@ -49,8 +53,8 @@ class Diagnosis:
 
 
 def examine() -> Diagnosis:
-    """Look at everything. Takes what importing every backend takes, and allocates nothing."""
-    return Diagnosis(look(), packages(), transports(), kernels())
+    """Look at everything. Takes what importing every backend takes, and compiles the helper if that was never done."""
+    return Diagnosis(look(), native.status(), packages(), transports(), kernels())
 
 
 def limits_in_words(limits: Limits) -> dict[str, Any]:

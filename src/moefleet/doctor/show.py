@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..native import Status
 from ..plan.words import in_bytes
 from .backends import Backend
 from .diagnosis import Diagnosis, limits_in_words
@@ -20,7 +21,7 @@ YES, NO = Text("yes", "green"), Text("no", "red")
 
 def show(console: Console, found: Diagnosis, limits: bool = False) -> None:
     """Print machine, packages, transports and kernels, and the verdict."""
-    console.print(machine_table(found.machine))
+    console.print(machine_table(found.machine, found.helper))
     console.print(packages_table(found.packages))
     console.print(backends_table("Transports", found.transports))
     if limits:
@@ -29,8 +30,8 @@ def show(console: Console, found: Diagnosis, limits: bool = False) -> None:
     console.print(verdict(found))
 
 
-def machine_table(machine: Machine) -> Table:
-    """Hardware, a line for each thing."""
+def machine_table(machine: Machine, helper: Status) -> Table:
+    """Hardware, and whether CPU ranks use compiled code; a line for each thing."""
     table = _table("Machine", header=False)
     table.add_column(no_wrap=True)
     table.add_column()
@@ -48,6 +49,8 @@ def machine_table(machine: Machine) -> Table:
         table.add_row(f"GPU {index}", Text(about + others))
     if not machine.gpus:
         table.add_row("GPUs", Text(f"none: {machine.gpu_problem}"))
+    about = f"compiled: {helper.path}" if helper.available else f"none, CPU ranks use numpy: {helper.reason}"
+    table.add_row("helper", Text(about))
     return table
 
 

@@ -34,7 +34,7 @@ class Job:
         sampling: greedy or sampled.
         dtype: of the weights, ``"auto"`` for the checkpoint's.
         max_tokens_per_rank: ``M``; longer prompts take several steps.
-        layout, transport: of the Fleet.
+        layout, transport: of the Fleet; layout ``None`` for what :func:`expert_parallel` takes by itself.
         timeout_s: longest wait of a rank for another.
         port, secret: where new tokens are sent while they are written; port 0 for nowhere.
     """
@@ -45,7 +45,7 @@ class Job:
     sampling: Sampling = Sampling()
     dtype: str = "auto"
     max_tokens_per_rank: int = 128
-    layout: EpLayout = EpLayout.EXPERT_MAJOR
+    layout: EpLayout | None = None
     transport: str = "auto"
     timeout_s: float = 300.0
     port: int = 0

@@ -22,10 +22,11 @@ def write_prompts(bootstrap: BootstrapConfig, job: Job) -> RankReport:
     bootstrap = replace(bootstrap, device="cpu", timeout_s=job.timeout_s)
     dtype = None if job.dtype == "auto" else getattr(torch, job.dtype)
     options: dict[str, Any] = dict(max_tokens_per_rank=job.max_tokens_per_rank, layout=job.layout, dtype=dtype)
-    predicted = predict_memory(job.model, bootstrap.world_size, bootstrap.rank, **options)
+    # First of all: from here on, the others learn at once where this rank fails.
     spread = expert_parallel(job.model, bootstrap, backend=job.transport, **options)
     with spread as parallel, closing(Sender(job.port, job.secret)) as sender:
         loaded = time.perf_counter()
+        predicted = predict_memory(job.model, bootstrap.world_size, bootstrap.rank, device="cpu", **options)
         with parallel.serving():
             mine = range(parallel.rank, len(job.prompts), parallel.world_size)
             texts = {number: written(parallel.model, number, job, sender) for number in mine}

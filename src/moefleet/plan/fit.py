@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from ..config import FleetParams
 from ..errors import MoEEpConfigError
 from ..fleet import Capability, check_limits
+from ..knobs import FleetAlgoKnob
 from .memory import Memory, fleet_memory
 from .surroundings import Surroundings
 from .words import in_bytes
@@ -38,7 +40,13 @@ class Fit:
 
 
 def fit(
-    name: str, capability: Capability, params: FleetParams, world_size: int, weights: int, around: Surroundings
+    name: str,
+    capability: Capability,
+    params: FleetParams,
+    world_size: int,
+    weights: int,
+    around: Surroundings,
+    algo_knobs: Sequence[FleetAlgoKnob] = (),
 ) -> Fit:
     """Hold a Fleet of ``params`` against a transport's limits and the memory that is left.
 
@@ -51,10 +59,10 @@ def fit(
     refused = ""
     if capability.limits is not None:
         try:
-            check_limits(name, capability.limits, params, world_size, torch.device(device))
+            check_limits(name, capability.limits, params, world_size, torch.device(device), algo_knobs)
         except MoEEpConfigError as error:
             refused = str(error)
-    memory = None if refused else fleet_memory(name, params, world_size, device)
+    memory = None if refused else fleet_memory(name, params, world_size, device, algo_knobs)
     room, needed = around.for_each(device, world_size), weights + (memory.at_start if memory else 0)
     short = 0 if room is None else max(0, needed - room)
     if not refused and short:

@@ -7,10 +7,11 @@ and those for the way home by formulas that tests hold against what is allocated
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from ..config import EpLayout, FleetParams
+from ..knobs import FleetAlgoKnob, RowFormat
 from ..placement import Placement
 from ..substrate.control import SETS
 from ..transports.nvlink.geometry import memory_bytes
@@ -38,41 +39,50 @@ def inbox_bytes(params: FleetParams, world_size: int, num_local: int) -> int:
     return places * (row + routing)
 
 
-def shm(params: FleetParams, world_size: int, rank: int = 0) -> Memory:
+def shm(params: FleetParams, world_size: int, rank: int = 0, algo_knobs: Sequence[FleetAlgoKnob] = ()) -> Memory:
     """The shared segment, taken at once, and the received buffers, which grow with what arrives."""
+    params = replace(params, scale_bytes_per_token=RowFormat.of(params, algo_knobs).scale_bytes)
     segment = SegmentLayout.of(params, world_size).size
     return Memory(segment, segment + SETS * inbox_bytes(params, world_size, _local(params, world_size, rank)))
 
 
-def torch_dist(params: FleetParams, world_size: int, rank: int = 0) -> Memory:
+def torch_dist(params: FleetParams, world_size: int, rank: int = 0, algo_knobs: Sequence[FleetAlgoKnob] = ()) -> Memory:
     """The received buffers and those for the way home. What is in flight in a collective comes on top."""
-    inboxes = SETS * inbox_bytes(params, world_size, _local(params, world_size, rank))
-    home = params.recv_capacity(world_size) * params.token_hidden_size * params.dtype_bytes
+    form = RowFormat.of(params, algo_knobs)
+    carried = replace(params, dtype_bytes=form.there_bytes, scale_bytes_per_token=form.scale_bytes)
+    inboxes = SETS * inbox_bytes(carried, world_size, _local(params, world_size, rank))
+    home = params.recv_capacity(world_size) * form.returned_bytes
     return Memory(0, inboxes + SETS * home)
 
 
-def nvlink(params: FleetParams, world_size: int, rank: int = 0) -> Memory:
+def nvlink(params: FleetParams, world_size: int, rank: int = 0, algo_knobs: Sequence[FleetAlgoKnob] = ()) -> Memory:
     """GPU memory, all of it taken at construction."""
-    total = memory_bytes(params, world_size, rank)["total"]
+    total = memory_bytes(params, world_size, rank, algo_knobs)["total"]
     return Memory(total, total)
 
 
-FORMULAS: dict[str, Callable[[FleetParams, int, int], Memory]] = {
+FORMULAS: dict[str, Callable[[FleetParams, int, int, Sequence[FleetAlgoKnob]], Memory]] = {
     "nvlink": nvlink,
     "shm": shm,
     "torch_dist": torch_dist,
 }
-"""By transport: (params, world_size, rank) -> :class:`Memory`. Other transports do not say what they take."""
+"""By transport: (params, world_size, rank, algo_knobs) -> :class:`Memory`. Other transports do not say."""
 
 
-def fleet_memory(transport: str, params: FleetParams, world_size: int, device_type: str = "cpu") -> Memory | None:
+def fleet_memory(
+    transport: str,
+    params: FleetParams,
+    world_size: int,
+    device_type: str = "cpu",
+    algo_knobs: Sequence[FleetAlgoKnob] = (),
+) -> Memory | None:
     """On the rank that holds most experts; ``None`` for a transport that does not say.
 
     A GPU has no pages that wait to be touched: there, everything is taken as soon as steps run.
     """
     if (formula := FORMULAS.get(transport)) is None:
         return None
-    found = formula(params, world_size, 0)
+    found = formula(params, world_size, 0, algo_knobs)
     return Memory(found.at_most, found.at_most) if device_type == "cuda" else found
 
 

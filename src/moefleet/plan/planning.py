@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config import EpLayout, FleetParams
 from ..errors import config_error
+from ..knobs import FleetAlgoKnob
 from ..placement import Placement
 from .advice import Advice, advise, fleet_params
 from .checkpoint import Checkpoint
@@ -114,6 +115,7 @@ def make_plan(
     tokens: int | None = None,
     layouts: Sequence[EpLayout] = tuple(EpLayout),
     checkpoint: Checkpoint | None = None,
+    algo_knobs: Sequence[FleetAlgoKnob] = (),
 ) -> Plan:
     """Compute a plan.
 
@@ -124,6 +126,7 @@ def make_plan(
         tokens: ``M``; ``None`` takes what is advised for each layout.
         layouts: those to look at.
         checkpoint: stored sizes; without it weights are computed from ``shape``.
+        algo_knobs: of the Fleet; what counts is whether it quantises rows.
 
     Raises:
         MoEEpConfigError: a size is out of range.
@@ -135,11 +138,13 @@ def make_plan(
     weights = ranks[0].total_bytes if checkpoint is None else max(rank.total_bytes for rank in ranks)
     advice, plans = [], []
     for layout in dict.fromkeys(layouts):
-        proposal = _advise(shape, world_size, layout, weights, around)
+        proposal = _advise(shape, world_size, layout, weights, around, algo_knobs)
         advice.append(proposal)
         params = fleet_params(shape, proposal.tokens if tokens is None else tokens, layout)
-        found = [fit(name, each, params, world_size, weights, around) for name, each in around.transports.items()]
-        plans.append(LayoutPlan(params, traffic(params, world_size, shape.topk), tuple(found)))
+        found = [
+            fit(name, each, params, world_size, weights, around, algo_knobs) for name, each in around.transports.items()
+        ]
+        plans.append(LayoutPlan(params, traffic(params, world_size, shape.topk, algo_knobs), tuple(found)))
     plan = Plan(
         shape=shape,
         world_size=world_size,
@@ -148,7 +153,7 @@ def make_plan(
         advice=tuple(advice),
         layouts=tuple(plans),
         warnings=(),
-        notes=_notes(shape, checkpoint),
+        notes=_notes(shape, checkpoint, algo_knobs),
     )
     return replace(plan, warnings=_warnings(plan, weights, around))
 
@@ -168,7 +173,14 @@ def shares(shape: ModelShape, world_size: int, checkpoint: Checkpoint | None) ->
     return tuple(found)
 
 
-def _advise(shape: ModelShape, world_size: int, layout: EpLayout, weights: int, around: Surroundings) -> Advice:
+def _advise(
+    shape: ModelShape,
+    world_size: int,
+    layout: EpLayout,
+    weights: int,
+    around: Surroundings,
+    algo_knobs: Sequence[FleetAlgoKnob],
+) -> Advice:
     """By the transport that takes most: of those that work here, or of all where the memory is another machine's."""
     known = {name: device_type(found, around) for name, found in around.transports.items() if name in FORMULAS}
     working = {name: device for name, device in known.items() if around.transports[name].available}
@@ -177,7 +189,7 @@ def _advise(shape: ModelShape, world_size: int, layout: EpLayout, weights: int, 
     room = min((each for each in rooms if each is not None), default=None)
 
     def takes(params: FleetParams) -> tuple[int, str]:
-        sizes = {name: fleet_memory(name, params, world_size, device) for name, device in devices.items()}
+        sizes = {name: fleet_memory(name, params, world_size, device, algo_knobs) for name, device in devices.items()}
         return max(((size.at_start, name) for name, size in sizes.items() if size), default=(0, "no transport says"))
 
     return advise(shape, world_size, layout, takes, None if room is None else room - weights)
@@ -235,11 +247,13 @@ def _whose(device: str, world_size: int, around: Surroundings) -> tuple[str, str
     )
 
 
-def _notes(shape: ModelShape, checkpoint: Checkpoint | None) -> tuple[str, ...]:
+def _notes(shape: ModelShape, checkpoint: Checkpoint | None, algo_knobs: Sequence[FleetAlgoKnob]) -> tuple[str, ...]:
     notes = [
         "The cache for attention and activations are not included.",
         "shm fits only where all ranks are on one host, nvlink where their GPUs are in one NVLink domain.",
     ]
+    if algo_knobs:
+        notes.append(f"Fleets are built with {', '.join(map(repr, algo_knobs))}.")
     if checkpoint is not None:
         notes.append("Weights are as stored in the checkpoint; loaded as another type they take another size.")
         if checkpoint.unused_bytes:

@@ -10,6 +10,9 @@ layout, and comes back once, so ``M`` tokens of a rank send ``M * p`` rows to ea
     dispatch: M * (W-1) * p * (H * dtype_bytes + scale_bytes + 8 * K)     the routing: int32 ids, float32 weights
     combine:  M * (W-1) * p *  H * dtype_bytes
 
+With FleetAlgoKnobQuantization an element takes 1 byte in dispatch, and each 128 of a row 4 bytes of scale; a caller's
+own fp8 rows take 1 byte there and 2 back.
+
 Where ranks hold different numbers of experts, ``p`` is the mean over ranks. Layouts differ in what the experts then
 find: EXPERT_MAJOR one row per (token, expert), ``M * W * K`` over all ranks; the others one per token that came.
 Libraries that send a row to each chosen expert send ``M * K * (1 - 1/W)`` rows instead.
@@ -18,9 +21,11 @@ Libraries that send a row to each chosen expert send ``M * K * (1 - 1/W)`` rows 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import EpLayout, FleetParams
+from ..knobs import FleetAlgoKnob, RowFormat
 from ..placement import Placement
 
 ROUTING_BYTES = 8
@@ -54,19 +59,19 @@ def reach(experts: int, local: int, topk: int) -> float:
     return 1 - math.comb(experts - local, topk) / math.comb(experts, topk)
 
 
-def traffic(params: FleetParams, world_size: int, topk: int) -> Traffic:
+def traffic(params: FleetParams, world_size: int, topk: int, algo_knobs: Sequence[FleetAlgoKnob] = ()) -> Traffic:
     """Expected rows and bytes when every rank brings ``max_tokens_per_rank`` tokens."""
     most, experts, world = params.max_tokens_per_rank, params.num_experts, world_size
     held = Placement.contiguous(experts, world).slots_per_rank
     named = sum(reach(experts, local, topk) for local in held) / world
     rows = most * (world - 1) * named
-    row = params.token_hidden_size * params.dtype_bytes
+    form = RowFormat.of(params, algo_knobs)
     pairs = most * topk  # of a rank's experts, mean over ranks
     return Traffic(
         rows_to_each=most * named if world > 1 else 0.0,
         rows=rows,
-        dispatch_bytes=round(rows * (row + params.scale_bytes_per_token + ROUTING_BYTES * topk)),
-        combine_bytes=round(rows * row),
+        dispatch_bytes=round(rows * (form.sent_bytes + ROUTING_BYTES * topk)),
+        combine_bytes=round(rows * form.returned_bytes),
         received_rows=pairs if params.layout is EpLayout.EXPERT_MAJOR else most * world * named,
         rows_per_expert=most * world * topk / experts,
         times_fewer=most * topk * (1 - 1 / world) / rows if rows else 1.0,

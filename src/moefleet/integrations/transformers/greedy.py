@@ -49,7 +49,7 @@ def greedy(
     rows = []
     for _ in range(max_new_tokens):
         output = model(input_ids=ids, use_cache=True, **cache)
-        cache = next({name: output[name]} for name in CACHE_NAMES if name in output)
+        cache = cache_of(output)
         row = output.logits[0, -1]
         ids = row.argmax().reshape(1, 1)
         rows.append(row.float().cpu())
@@ -57,6 +57,11 @@ def greedy(
             on_step()
     logits = torch.stack(rows)
     return Continuation(logits.argmax(-1).tolist(), logits)
+
+
+def cache_of(output: Any) -> dict[str, Any]:
+    """What the next forward gets of this one's output: the KV cache, under this transformers' name for it."""
+    return next({name: output[name]} for name in CACHE_NAMES if name in output)
 
 
 def greedy_in_lockstep(

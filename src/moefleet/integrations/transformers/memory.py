@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...config import EpAlgorithm, EpLayout, FleetParams
+from ...config import BootstrapConfig, EpAlgorithm, EpLayout, FleetParams, resolve_device
 from ...layer import Fleet
 from ...placement import Placement
 from ...weights import MoEWeights, UnquantizedMoEWeights
@@ -47,8 +47,12 @@ def predict_memory(
     max_tokens_per_rank: int,
     layout: EpLayout | None = None,
     dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
 ) -> Memory:
     """What :func:`expert_parallel` with the same values will need on this rank. Reads the config and no weights.
+
+    Args:
+        device: that of the bootstrap.
 
     Raises:
         MoEEpConfigError: not a checkpoint that moefleet can run.
@@ -56,13 +60,34 @@ def predict_memory(
     model = meta_model(path, dtype)
     num_experts, hidden, rows, _ = find_experts(model)[0].form
     own = len(Placement.contiguous(num_experts, world_size).experts_of(rank))
-    algorithm = EpAlgorithm.HIGH_THROUGHPUT if layout is EpLayout.FLAT else EpAlgorithm.LOW_LATENCY
-    params = FleetParams(num_experts, max_tokens_per_rank, hidden, rows.itemsize, algorithm, layout)
+    on = resolve_device(BootstrapConfig(world_size, rank, device=device))
+    params = fleet_params(num_experts, max_tokens_per_rank, hidden, rows, layout, on)
     planes = [getattr(module, name) for _, module in experts_modules(model) for name in planes_of(module)]
     every = _bytes(itertools.chain(model.parameters(), model.buffers()))
     whole = sum(plane.nbytes for plane in planes)
     share = sum(plane.nbytes // len(plane) * own for plane in planes)
     return Memory(every - whole, share, buffer_bytes(params, world_size, own))
+
+
+def fleet_params(
+    num_experts: int,
+    max_tokens_per_rank: int,
+    hidden: int,
+    rows: torch.dtype,
+    layout: EpLayout | None,
+    device: torch.device,
+    max_topk: int = 32,
+) -> FleetParams:
+    """Parameters of the one Fleet of a model.
+
+    Args:
+        rows: dtype of its rows.
+        layout: ``None`` takes FLAT on a CPU, which moves least there and needs least memory, and else EXPERT_MAJOR.
+    """
+    if layout is None and device.type == "cpu":
+        layout = EpLayout.FLAT
+    algorithm = EpAlgorithm.HIGH_THROUGHPUT if layout is EpLayout.FLAT else EpAlgorithm.LOW_LATENCY
+    return FleetParams(num_experts, max_tokens_per_rank, hidden, rows.itemsize, algorithm, layout, max_topk=max_topk)
 
 
 def measured(model: nn.Module, weights: Sequence[MoEWeights | None], fleet: Fleet) -> Memory:

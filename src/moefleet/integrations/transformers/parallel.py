@@ -13,22 +13,14 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ...config import (
-    BootstrapConfig,
-    CommConfig,
-    EpAlgorithm,
-    EpLayout,
-    FleetParams,
-    SplitConfig,
-)
+from ...config import BootstrapConfig, CommConfig, EpLayout, SplitConfig
 from ...errors import MoEEpError, config_error
 from ...knobs import FleetAlgoKnob
-from ...layer import Fleet, MoEEpLayer
-from ...placement import Placement
+from ...layer import Fleet, Meeting, MoEEpLayer, create_fleet
 from ...tensors import MoEEpTensors
 from .checkpoint import load_share, refuse_quantised
 from .experts import Experts, find_experts
-from .memory import Memory, measured
+from .memory import Memory, fleet_params, measured
 from .serving import Serving
 
 EXPERTS_FUNCTION = "moefleet"
@@ -66,17 +58,49 @@ def expert_parallel(
             current accelerator, or the CPU.
         max_tokens_per_rank: ``M``, the most tokens (batch times sequence) of one step on one rank. A forward may have
             more inside :meth:`ExpertParallel.serving`, which takes several steps then.
-        layout: ``None`` (EXPERT_MAJOR) or RANK_MAJOR for low latency, FLAT for high throughput.
+        layout: ``None`` takes FLAT on a CPU, where it was measured to be the fastest also for few tokens, and
+            EXPERT_MAJOR elsewhere.
         backend: ``"auto"``, a transport's name, or its config.
         fleet_knobs: options of the Fleet.
         topk: ``K``, experts per token; ``None`` reads ``num_experts_per_tok`` from the model's config.
         dtype: of the weights, from a directory; ``None`` for that of the checkpoint.
 
     Raises:
-        MoEEpConfigError: experts that moefleet cannot compute, quantised weights, or a bad value; the model is
-            unchanged.
-        MoEEpError: see :func:`moefleet.create_fleet`; the model has lost weights and must be loaded anew.
+        MoEEpConfigError: experts that moefleet cannot compute, quantised weights, or a bad value.
+        MoEEpPeerError: another rank failed meanwhile, with its reason, or its process ended.
+        MoEEpError: see :func:`moefleet.create_fleet`. Until here the model is unchanged.
     """
+    # Before the weights are read: the peers learn at once if this rank does not get through.
+    meeting = Meeting(bootstrap)
+    with meeting.announcing():
+        loaded, tensors_read = _loaded(model, bootstrap, dtype)
+        blocks = find_experts(loaded)
+        num_experts, hidden, rows, device = blocks[0].form
+        topk = _topk(blocks[0], topk)
+        most_topk = max(topk, 2)  # announcements may need two
+        params = fleet_params(num_experts, max_tokens_per_rank, hidden, rows, layout, device, most_topk)
+        bootstrap = replace(bootstrap, device=_device(bootstrap, device))
+        fleet = create_fleet(bootstrap, params, fleet_knobs, backend, meeting=meeting)
+
+    layers: dict[str, MoEEpLayer] = {}
+    try:
+        own = fleet.placement.experts_of(bootstrap.rank)
+        for block in blocks:
+            split = SplitConfig(backend, block.gate)
+            layers[block.name] = MoEEpLayer(bootstrap, params, block.take_share(own), (), split, fleet=fleet)
+    except BaseException:
+        fleet.destroy()
+        raise
+    parallel = ExpertParallel(loaded, layers, topk, rows, tensors_read)
+    for number, block in enumerate(blocks):
+        _attach(block.module, layers[block.name], Seat(parallel, number))
+    return parallel
+
+
+def _loaded(
+    model: nn.Module | str | os.PathLike[str], bootstrap: BootstrapConfig, dtype: torch.dtype | None
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model, and the names of the tensors that were read for it."""
     loaded: nn.Module
     tensors_read: tuple[str, ...] = ()
     if isinstance(model, (str, os.PathLike)):
@@ -86,37 +110,7 @@ def expert_parallel(
     else:
         loaded = model
     refuse_quantised(getattr(loaded, "config", None))
-    blocks = find_experts(loaded)
-    num_experts, hidden, rows, device = blocks[0].form
-    topk = _topk(blocks[0], topk)
-    params = FleetParams(
-        num_experts,
-        max_tokens_per_rank,
-        hidden,
-        dtype_bytes=rows.itemsize,
-        algorithm=EpAlgorithm.HIGH_THROUGHPUT if layout is EpLayout.FLAT else EpAlgorithm.LOW_LATENCY,
-        layout=layout,
-        max_topk=max(topk, 2),  # announcements may need two
-    )
-    bootstrap = replace(bootstrap, device=_device(bootstrap, device))
-    own = Placement.contiguous(num_experts, bootstrap.world_size).experts_of(bootstrap.rank)
-
-    layers: dict[str, MoEEpLayer] = {}
-    fleet: Fleet | None = None
-    try:
-        for block in blocks:
-            split = SplitConfig(backend, block.gate)
-            # The first layer builds the Fleet and gives it back in the end, the others share it.
-            layer = MoEEpLayer(bootstrap, params, block.take_share(own), fleet_knobs, split, fleet=fleet)
-            layers[block.name], fleet = layer, layer.fleet
-    except BaseException:
-        if fleet is not None:
-            fleet.destroy()
-        raise
-    parallel = ExpertParallel(loaded, layers, topk, rows, tensors_read)
-    for number, block in enumerate(blocks):
-        _attach(block.module, layers[block.name], Seat(parallel, number))
-    return parallel
+    return loaded, tensors_read
 
 
 @dataclass(frozen=True)
@@ -223,6 +217,7 @@ class ExpertParallel:
         if self._destroyed:
             return
         self._destroyed = True
+        self.fleet.destroy()
         for name, layer in self.layers.items():
             module = self.model.get_submodule(name)
             setattr(module, LAYER, None)
