@@ -18,7 +18,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -78,8 +78,9 @@ def measure(bootstrap: BootstrapConfig, folder: Path, most_tokens: int) -> RankM
     """Load this rank's share and use it, and watch this process's memory."""
     from moefleet.integrations.transformers import expert_parallel, predict_memory
 
+    bootstrap = replace(bootstrap, device="cpu")
     sizes = (bootstrap.world_size, bootstrap.rank)
-    memory = predict_memory(folder, *sizes, max_tokens_per_rank=most_tokens)
+    memory = predict_memory(folder, *sizes, max_tokens_per_rank=most_tokens, device="cpu")
     with expert_parallel(
         tiny_model(), BootstrapConfig(1, 0, device="cpu"), max_tokens_per_rank=most_tokens
     ) as parallel:

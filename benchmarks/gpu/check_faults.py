@@ -169,13 +169,14 @@ class Lane:
             )
             assert worst <= allowed, (self.layout.name, what, number, worst, allowed)
 
-    def until_flagged(self, replayed, act, victim):
-        """Begin a step that waits for the victim, ``act``, and see when the host learns of it and when the step ends.
-        Milliseconds of both since ``act``."""
+    def until_flagged(self, replayed, victim, act=None):
+        """Begin a step that waits for the victim, ``act`` a little later, and see when the host learns of it and when
+        the step ends. Milliseconds of both since ``act``, or since the beginning."""
         self.run(0, replayed)
-        time.sleep(0.05)
-        assert not self.fleet.query_fault()
-        act()
+        if act is not None:
+            time.sleep(0.05)
+            assert not self.fleet.query_fault()
+            act()
         begin = time.perf_counter()
         while not self.fleet.query_fault():
             assert time.perf_counter() - begin < 30, "no flag"
@@ -273,14 +274,15 @@ def stop_and_readmit(me, healthy, victim, last, without, full):
             os.kill(pid, signal.SIGSTOP)
         me.meet("stopped", victim)
         for lane in me.lanes:
-            flagged, done = lane.until_flagged(lane is me.lanes[1], lambda: None, victim)
+            flagged, done = lane.until_flagged(lane is me.lanes[1], victim)
             me.mark(
                 f"SIGSTOP, timeout_ms={SILENCE_MS}, {lane.layout.name}: flag / step done, ms",
                 f"{flagged:.0f} / {done:.0f}",
             )
-            assert 0.8 * SILENCE_MS < flagged < 3 * SILENCE_MS, flagged
+            most = 3 if me.world <= torch.cuda.device_count() else 8  # kernels that share a GPU wait half of the time
+            assert 0.8 * SILENCE_MS < flagged < most * SILENCE_MS, flagged
             assert lane.fleet.faults.accused == 1 << victim, lane.fleet.faults
-            lane.reconcile(without, timeout_s=0.5)
+            lane.reconcile(without, timeout_s=0.5 * me.world)  # for the view of the rank that is stopped
             lane.check(without, "degraded by a stop")
         me.meet("degraded", victim)
         if me.rank == 0:
@@ -298,9 +300,9 @@ def kill(me, name, replayed, victim, without):
     for lane in me.lanes:
         first = lane is me.lanes[0]
         me.meet(f"{name}/{lane.layout.name}", victim)
-        act = (lambda: os.kill(pid, signal.SIGKILL)) if first and me.rank == 0 else (lambda: None)
         if first:
-            flagged, done = lane.until_flagged(replayed, act, victim)
+            act = (lambda: os.kill(pid, signal.SIGKILL)) if me.rank == 0 else None
+            flagged, done = lane.until_flagged(replayed, victim, act)
             me.mark(
                 f"SIGKILL, {how} {lane.layout.name}: kill to flag / to end of step, ms", f"{flagged:.2f} / {done:.2f}"
             )
@@ -375,7 +377,7 @@ def _microseconds(steps):
     return begin.elapsed_time(end) * 1e3 / 30
 
 
-PARTS = {"two": (faults, 2), "four": (faults, 4), "cost": (cost, 2)}
+PARTS = {"two": (faults, 2), "cost": (cost, 2), "four": (faults, 4)}
 
 
 def rank_main(part, rank, world, port, limit, newcomer, capture=captured):

@@ -130,7 +130,13 @@ def run(name, programs, eager):
     for count, each in fleets.items():
         for way in ("comm", "serial", "streams", *(("gemm", "halves") if count is None else ())):
             ways[way, count] = getattr(each, way)
-    graphs = {key: capture([partial(way, n) for n in range(ROUTINGS)]) for key, way in ways.items()}
+    graphs = {}
+    for key, way in ways.items():
+        try:
+            graphs[key] = capture([partial(way, n) for n in range(ROUTINGS)])
+        except RuntimeError as error:  # the same on all ranks
+            print(f"{name}: {key[0]} cannot be captured: {error}", flush=True)
+            torch.cuda.synchronize()
     replays = 4 if tokens > 1000 else 20
     measured = {"graph": alternating_us(graphs, ROUTINGS, replays=replays)}
     if eager:

@@ -89,12 +89,13 @@ bench() {  # bench NAME SECONDS OPTIONS...: with the peers that benchmarks/gpu/p
     --plot "$OUT/$1.png" "${@:3}" ${BENCH_ARGS:-}
 }
 run_bench() {
-  bench bench-ll "${BENCH_S:-200}" --layout expert_major --layout rank_major --tokens 1,128
+  bench bench-ll "${BENCH_S:-200}" --layout expert_major --layout rank_major --tokens 1,128 \
+    --transport nvlink,nvlink:count=0,torch_dist,nccl_ep,nixl_ep  # count=0: what counting for stats costs
   bench bench-zipf "${BENCH_S:-200}" --layout expert_major --layout rank_major --tokens 128 --routing zipf
   bench bench-ht "${BENCH_S:-200}" --layout flat --tokens 128,4096
 }
 run_overlap() {
-  part overlap "${OVERLAP_S:-120}" $PYTHON -m torch.distributed.run --nproc-per-node "$GPUS" benchmarks/gpu/overlap.py \
+  part overlap "${OVERLAP_S:-200}" $PYTHON -m torch.distributed.run --nproc-per-node "$GPUS" benchmarks/gpu/overlap.py \
     --json "$OUT/overlap.json"
 }
 

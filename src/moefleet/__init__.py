@@ -1,6 +1,7 @@
 """moefleet: Mixture-of-Experts layers across many processes and GPUs."""
 
 from ._version import __version__
+from .captured import CapturedForward
 from .config import (
     BootstrapConfig,
     EpAlgorithm,
@@ -72,6 +73,7 @@ from .weights import MoEWeightPack, PrequantizedMoEWeights, UnquantizedMoEWeight
 __all__ = [
     "BootstrapConfig",
     "Capability",
+    "CapturedForward",
     "CombineInputParams",
     "CombineOutput",
     "DispatchInputParams",

@@ -199,8 +199,8 @@ class MoEEpLayer(nn.Module):
             )
         else:
             ready = self.weights
-        self._end_captures("the Fleet's ranks changed")
         self._fleet.update_topology(bootstrap, placement=placement)
+        self._end_captures("the Fleet's ranks changed")
         self.weights = ready
 
     def replace_weights(self, weights: MoEWeights | None) -> None:

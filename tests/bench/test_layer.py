@@ -98,6 +98,9 @@ def test_shapes_by_name_and_of_a_folder(folder: Path) -> None:
     assert scaled(shape, experts=4, topk=None) == (shape, "mixtral")
     small, name = scaled(shape, experts=2, topk=None)
     assert (small.experts, name) == (2, "mixtral scaled (experts 2 of 4)")
+    assert scaled(shape, experts=1, topk=None)[1] == "mixtral scaled (experts 1 of 4, topk 1 of 2)"
+    with pytest.raises(MoEEpConfigError, match=r"topk: got 2, allowed 1 to 1"):
+        scaled(shape, experts=1, topk=2)
     with pytest.raises(MoEEpConfigError, match=r"--model: got 'no-such-model', allowed mixtral-8x7b, .* or a folder"):
         find_shape("no-such-model")
 

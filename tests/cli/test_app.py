@@ -37,6 +37,14 @@ def test_bench_comm_help_shows_its_options(cli: CliRunner) -> None:
         assert text in result.output
 
 
+@pytest.mark.parametrize("command", ["comm", "layer", "model"])
+def test_what_is_measured_can_be_kept_drawn_and_resumed(cli: CliRunner, command: str) -> None:
+    result = cli.invoke(app, ["bench", command, "--help"])
+    assert result.exit_code == 0
+    for text in ("--world", "--validate", "--json", "--resume", "--plot", "Examples", f"moefleet bench {command}"):
+        assert text in result.output
+
+
 def test_version(cli: CliRunner) -> None:
     result = cli.invoke(app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"moefleet {moefleet.__version__}\n")

@@ -164,6 +164,8 @@ def test_an_expert_tensor_has_the_rows_that_are_asked_for(tmp_path: Path) -> Non
     assert (tensor.get_shape(), tensor.get_dtype(), stored.read) == ([3, 3, 4], "BF16", [])
     assert torch.equal(tensor[...], whole[1:4]) and torch.equal(tensor[1:2], whole[2:3])
     assert stored.wanted([]).keys() == {"other"}
+    save_file({"mlp.experts.down_proj": whole + 1}, tmp_path / "model.safetensors")
+    assert torch.equal(Tensors(tmp_path).wanted(range(5))["mlp.experts.down_proj"][...], whole + 1)
 
 
 def copied(directory: Path, tmp_path: Path) -> Path:

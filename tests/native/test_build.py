@@ -13,6 +13,7 @@ import pytest
 from moefleet import native
 from moefleet.native import build
 from moefleet.native.build import CannotBuild, load
+from tests.native.needs import needs_the_helper
 
 FAST = ("-std=c11", "-O0", "-fPIC", "-shared")
 """What the machine code is like does not matter here."""
@@ -28,11 +29,6 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path / "cache" / "moefleet"
 
 
-def needs_a_compiler() -> None:
-    if not native.status().available:
-        pytest.skip(f"no helper here: {native.status().reason}")
-
-
 def compiler_that(folder: Path, does: str, name: str = "cc") -> Path:
     """A script that takes a compiler's place on PATH."""
     folder.mkdir(exist_ok=True)
@@ -42,8 +38,8 @@ def compiler_that(folder: Path, does: str, name: str = "cc") -> Path:
     return folder
 
 
+@needs_the_helper
 def test_it_is_compiled_once_and_found_then(apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_a_compiler()
     path = native.status().path
     assert path is not None and path.is_file() and path.parent.parent == apart
     for folder in (apart, path.parent):
@@ -56,9 +52,9 @@ def test_it_is_compiled_once_and_found_then(apart: Path, monkeypatch: pytest.Mon
     assert native.library() is native.library()
 
 
+@needs_the_helper
 def test_ranks_that_start_at_once_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads stand for processes: each opens the lock for itself, and so waits for the others."""
-    needs_a_compiler()
     monkeypatch.setattr(build, "FLAGS", (*FAST, "-g"))
     real, compiled = build._compile, []
     monkeypatch.setattr(build, "_compile", lambda *args: (compiled.append(args), real(*args)))
@@ -68,8 +64,8 @@ def test_ranks_that_start_at_once_make_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert sorted(each.name for each in paths.pop().parent.iterdir()) == ["lock", "moefleet.so"]
 
 
+@needs_the_helper
 def test_one_that_never_ends_compiling_holds_up_nobody_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_a_compiler()
     path = native.status().path
     assert path is not None
     path.unlink()
@@ -120,16 +116,16 @@ def test_a_compiler_that_makes_something_else(monkeypatch: pytest.MonkeyPatch, t
     assert "can hold it" in native.status().reason
 
 
+@needs_the_helper
 def test_a_processor_that_the_compiler_does_not_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    needs_a_compiler()
     monkeypatch.setattr(build, "FOR_THIS_PROCESSOR", "-march=no-such-thing")
     assert load()[1].is_file()
 
 
+@needs_the_helper
 @pytest.mark.parametrize("how", ["file", "others"])
 def test_a_cache_folder_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, apart: Path, how: str) -> None:
     """The helper works all the same, and nothing is left of it on disk."""
-    needs_a_compiler()
     monkeypatch.setenv("XDG_CACHE_HOME", str(apart.parent / "other"))
     cache = build.cache_folder()
     if how == "file":
@@ -143,8 +139,8 @@ def test_a_cache_folder_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, apa
     assert not path.exists() and cache not in path.parents
 
 
+@needs_the_helper
 def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_a_compiler()
     monkeypatch.setitem(build.declare.__globals__["CALLS"], "absent", (None, ()))
     with pytest.raises(CannotBuild, match="it has no moefleet_absent"):
         load()

@@ -137,3 +137,13 @@ def test_a_failure_while_it_is_built_leaves_nothing(step: str) -> None:
         assert isinstance(outcomes[rank], MoEEpPeerError) and "out of luck" in outcomes[rank].reason
     outcomes.clear()
     assert left_behind() == before
+
+
+def test_a_peer_that_goes_on_after_a_decision_is_seen() -> None:
+    groups = side_by_side(2, build)
+    groups[1].enter_round(1)
+    assert not groups[0].decided(0)  # it is in the round, and runs no steps
+    groups[1].leave_round(1)
+    assert groups[0].decided(0) and not groups[0].decided(1)
+    for group in groups:
+        group.close()

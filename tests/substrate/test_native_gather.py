@@ -9,9 +9,10 @@ import torch
 from moefleet import native
 from moefleet.substrate.gather import HOST
 from moefleet.substrate.native_gather import host_movements
+from tests.native.needs import needs_the_helper
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-pytestmark = pytest.mark.skipif(not native.status().available, reason=f"no helper: {native.status().reason}")
+pytestmark = needs_the_helper
 
 
 def table_of(width: int, dtype: torch.dtype) -> torch.Tensor:

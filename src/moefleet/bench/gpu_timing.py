@@ -115,6 +115,8 @@ def meet() -> None:
 
 def slowest(mine: dict[str, float]) -> dict[str, float]:
     """The largest of all ranks, name by name."""
+    if not mine:
+        return {}
     worst = torch.tensor(list(mine.values()), device="cuda")
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return dict(zip(mine, worst.tolist(), strict=True))

@@ -47,9 +47,12 @@ def scaled(shape: ModelShape, **changes: int | None) -> tuple[ModelShape, str]:
     """A shape with other sizes, and a name that says so.
 
     Args:
-        changes: ``experts``, ``topk``, ``hidden`` or ``intermediate``; ``None`` keeps the model's.
+        changes: ``experts``, ``topk``, ``hidden`` or ``intermediate``; ``None`` keeps the model's, and of ``topk`` as
+            many as there are experts.
     """
     wanted = {name: value for name, value in changes.items() if value is not None and value != getattr(shape, name)}
+    if changes.get("topk") is None and wanted.get("experts", shape.topk) < shape.topk:
+        wanted["topk"] = wanted["experts"]
     if not wanted:
         return shape, shape.name
     said = ", ".join(f"{name} {value} of {getattr(shape, name)}" for name, value in wanted.items())

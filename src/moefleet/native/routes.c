@@ -24,6 +24,7 @@ void moefleet_store(Fleet *fleet, int64_t set, int64_t count, const char *tokens
     char *to = mine + fleet->tokens[set];
     int64_t bytes = fleet->row_bytes, slots = count * topk;
     int stream = streams(fleet, count * bytes, to);
+    stream_fence(stream);
     for (int64_t t = 0; t < count; t++)
         copy_row(to + t * bytes, tokens + t * pitch, tokens + (t + (t + 1 < count)) * pitch, bytes, stream);
     if (scales)
@@ -191,6 +192,7 @@ void moefleet_give(const Fleet *fleet, const Inbox *inbox, int64_t set, int64_t 
     int64_t *starts = (int64_t *)(void *)(mine + fleet->offsets[set]), *counts = starts + fleet->world;
     int64_t bytes = fleet->row_bytes;
     int stream = streams(fleet, inbox->total * bytes, to);
+    stream_fence(stream);
     for (int64_t source = 0; source < fleet->world; source++) {
         int64_t first = inbox->bounds[source];
         counts[source] = inbox->bounds[source + 1] - first;

@@ -16,7 +16,8 @@ int streams(const Fleet *fleet, int64_t bytes, const void *to)
 #endif
 }
 
-/* Streamed stores are ordered with nothing that follows, the flag that commits them included, but for this. */
+/* Streamed stores are ordered with no other stores, before or after, but for this: neither with the step number that is
+   published before them, nor with the flag that commits them. */
 void stream_fence(int streamed)
 {
 #if defined(__SSE2__)

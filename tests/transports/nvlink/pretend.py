@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import mmap
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ from moefleet.transports.nvlink.kernels import judging, signals
 from tests.transports.nvlink import simulate  # noqa: F401 - the interpreter's scalars as indices
 
 CONFIG = NVLinkConfig(programs=1)
-SLICE_NS = 5_000_000
+SLICE_NS = 20_000_000
 """Between two looks of a wait; kernels are a thousand times slower than on a GPU."""
 
 
@@ -74,7 +75,7 @@ def allocate(size: int, device: torch.device, *, rank: int, world_size: int, sto
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(size)
         own = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
-        store.set(f"{name}/{rank}", f"/proc/{_pid()}/fd/{file.fileno()}")
+        store.set(f"{name}/{rank}", f"/proc/{os.getpid()}/fd/{file.fileno()}")
         everybody = []
         for peer in range(world_size):
             path = Path(store.get(f"{name}/{peer}").decode())
@@ -107,12 +108,6 @@ def pretend() -> None:
     signals.poll = judging.poll = poll
     judging.SLICE_NS = judging.SOON_NS = tl.constexpr(SLICE_NS)
     judging._ALONE = tl.constexpr(False)
-
-
-def _pid() -> int:
-    import os
-
-    return os.getpid()
 
 
 def _number(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""On real GPUs: the checks of benchmarks/gpu/check_nvlink.py."""
+"""On real GPUs: the checks of benchmarks/gpu."""
 
 from __future__ import annotations
 
@@ -21,9 +21,21 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_checks_on_gpus(world: int) -> None:
     if torch.cuda.device_count() < world:
         pytest.skip(f"{world} GPUs are needed, {torch.cuda.device_count()} are here")
-    script = ROOT / "benchmarks" / "gpu" / "check_nvlink.py"
+    run("check_nvlink.py", "--quick", "--world", str(world))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA GPUs")
+@pytest.mark.parametrize("part", ["two", "four"])
+def test_faults_on_gpus(part: str) -> None:
+    run("check_faults.py", "--only", part)
+
+
+def run(script: str, *options: str) -> None:
+    """A script of benchmarks/gpu; it has to end with 0."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / script), *options]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, str(script), "--quick", "--world", str(world)], env=env, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

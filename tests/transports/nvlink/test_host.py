@@ -96,6 +96,7 @@ def test_steps() -> None:
     steps.fail_next(ValueError())
     assert told == []  # the step that was refused is no step
     steps.sent(steps.output_of(a), "slot a")
+    assert steps.open == [a, b] and steps.open_slots == ["slot a"]  # what a Fleet fails when it is destroyed
     steps.fail(a, "why")
     steps.fail(a, "again")
     assert told == ["slot a"]

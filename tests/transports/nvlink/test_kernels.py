@@ -233,3 +233,32 @@ def test_another_k_on_one_rank() -> None:
         for engine, slot, ids, x in zip(world.engines, slots, short, problem.xs):
             engine.bind_dispatch(slot, x, ids.shape[1], engine.outputs[0], send, not send)(0, x)
     assert [trouble_in(word) for word in world.alarms()] == [Trouble.MISMATCH] * 2
+
+
+def test_flat_rows_wait_until_what_came_back_was_read() -> None:
+    """Dispatch of step 3 comes into the memory that combine of step 1 used, which a slower rank may still read."""
+    problem = make_problem(3, 2, 4, 6, 2, [3, 3], torch.float32, "distinct")
+    world = World(problem.params(EpLayout.FLAT), 2)
+    first, second = world.update(problem), world.update(problem)
+    rows = [out.expert_tensors.clone() for out in world.dispatch(first, problem, 0)]
+    world.dispatch(second, problem, 1)
+    outs = [torch.empty_like(x) for x in problem.xs]
+
+    def combine(rank: int, send: bool) -> None:
+        engine = world.engines[rank]
+        launch = engine.bind_combine(first[rank], rows[rank], outs[rank], problem.topk, send, not send)
+        launch(0, rows[rank], outs[rank])
+
+    combine(0, send=True)
+    combine(1, send=True)
+    combine(0, send=False)
+    engine, slot, x = world.engines[0], world.update(problem)[0], problem.xs[0]
+    launch = engine.bind_dispatch(slot, x, problem.topk, engine.outputs[0], True, False)
+    launch(0, x)
+    assert trouble_in(int(engine.alarm[0])) is Trouble.TIMEOUT_DISPATCH, "rank 1 has not read what came back"
+    combine(1, send=False)
+    engine.clear_alarm()
+    engine.control[CONTROL.budget_ns] = 10**9
+    engine.control[CONTROL.launches] -= engine.dispatch_grid.programs  # step 3 again
+    launch(0, x)
+    assert world.alarms() == [0, 0]

@@ -9,9 +9,10 @@ import torch
 
 from moefleet import BootstrapConfig, EpLayout, native
 from tests.conformance.pool import shared_pool
+from tests.native.needs import needs_the_helper
 from tests.transports.shm.ranks import fleet_of, step
 
-pytestmark = pytest.mark.skipif(not native.status().available, reason=f"no helper: {native.status().reason}")
+pytestmark = needs_the_helper
 
 ALL, NONE, SOME = [True] * 3, [False] * 3, [True, False, True]
 

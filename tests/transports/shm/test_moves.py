@@ -23,9 +23,10 @@ from moefleet.transports.shm.compiled import NativeInbox, NativeMoves
 from moefleet.transports.shm.layout import SegmentLayout
 from moefleet.transports.shm.moves import Moves, Routing
 from moefleet.transports.shm.portable import PortableInbox, PortableMoves
+from tests.native.needs import needs_the_helper
 from tests.strategies import make_placement
 
-pytestmark = pytest.mark.skipif(not native.status().available, reason=f"no helper: {native.status().reason}")
+pytestmark = needs_the_helper
 
 quickly = settings(max_examples=120, deadline=None, derandomize=True)
 

@@ -16,8 +16,9 @@ from moefleet.substrate.faults import FaultState
 from moefleet.substrate.waiting import Waiter
 from moefleet.transports.shm.layout import SegmentLayout
 from moefleet.transports.shm.quick import QuickFlags
+from tests.native.needs import needs_the_helper
 
-pytestmark = pytest.mark.skipif(not native.status().available, reason=f"no helper: {native.status().reason}")
+pytestmark = needs_the_helper
 
 DISPATCH, COMBINE = Operation.DISPATCH, Operation.COMBINE
 SEGMENT = 1 << 13

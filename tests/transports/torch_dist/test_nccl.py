@@ -114,6 +114,26 @@ def test_a_rank_that_fails_alone(how: str) -> None:
     assert isinstance(error, MoEEpPeerError) and error.rank == 1, error
 
 
+def sends_first(ctx: RankContext, params: FleetParams, problem: Problem) -> torch.Tensor:
+    """In a Fleet's first step, whose memory nobody has taken yet, rank 0 sends while rank 1 waits for the word that it
+    has: nothing on the way may wait for the GPU, and so for rank 1."""
+    fleet, (x, ids, weights), store = ctx.fleet(params), ctx.mine(problem), ctx.bootstrap.tcp_store
+    handle = routed(fleet, ids, weights)
+    if ctx.rank == 1:
+        store.wait(["rank 0 has sent"])
+    handle.dispatch_send_only(sent(x))
+    if ctx.rank == 0:
+        store.set("rank 0 has sent", "")
+    return handle.combine(made(compute(fleet, handle.dispatch_recv_only()))).x
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("tokens", [3, 1500])  # whose rows come with their status, and after it
+def test_sending_waits_for_nobody(tokens: int) -> None:
+    problem = make_problem(tokens, 2, 5, 2048, 3, [tokens, tokens])
+    check_results(problem, problem.params(), nccl_ranks()(sends_first, problem.params(), problem, world=2))
+
+
 def late(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:
     """Rank 1 comes after rank 0 has given up, and all go on."""
     fleet, mine = ctx.fleet(params, timeout_s=2.0), ctx.mine(problem)

@@ -87,8 +87,9 @@ def layer(
 ) -> None:
     """Time one MoE layer with experts of a model's sizes, and where its time goes: route, dispatch, compute, combine.
 
-    Weights are random, and their activation is SiLU. Where they do not fit this machine's memory, scale the model down
-    with --experts, --hidden or --intermediate; what is shown says so.
+    Weights are random, and their activation is SiLU.
+
+    Where they do not fit the memory, scale them down: --experts, --hidden, --intermediate. What is shown says so.
     """
     import torch
 

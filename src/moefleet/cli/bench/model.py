@@ -76,8 +76,9 @@ def model(
 ) -> None:
     """Time greedy generation of a batch by ranks beside the unmodified transformers model in one process.
 
-    Both run the same loop with a KV cache, in turn, on the same cores: the process has the threads of all ranks. Each
-    rank holds its part of the batch and of the experts. --validate demands the same tokens.
+    Both run the same loop with a KV cache, in turn, on the same cores: the process has the threads of all ranks.
+
+    Each rank has its part of the batch and of the experts. --validate demands the same tokens.
     """
     import torch
 

@@ -11,7 +11,6 @@ import json
 import mmap
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,14 @@ class Tensors:
             files: dict[str, str] = json.loads(index.read_text())["weight_map"]
             self._file_of = {name: path / file for name, file in files.items()}
         else:
-            self._file_of = {name: file for file in sorted(path.glob("*.safetensors")) for name in _begins(file)}
+            self._file_of = {
+                name: file for file in sorted(path.glob("*.safetensors")) for name in list(_open(file).keys())
+            }
         if not self._file_of:
             raise config_error(f"model: {path}", "no *.safetensors files", "a checkpoint in safetensors files")
         self._path = path
         self._opened: dict[Path, Any] = {}
+        self._begins: dict[Path, dict[str, int]] = {}
         self._block = ""
         self.read: list[str] = []
 
@@ -81,9 +83,12 @@ class Tensors:
         if block != self._block:
             self._block = block
             give_back()  # what the conversion of the last one has freed
-        file, memory = self._file_of[name], mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        file = self._file_of[name]
+        if file not in self._begins:
+            self._begins[file] = _begins(file)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with file.open("rb") as opened:
-            opened.seek(_begins(file)[name] + begin)
+            opened.seek(self._begins[file][name] + begin)
             opened.readinto(memory)
         return memory
 
@@ -145,7 +150,6 @@ def _open(file: Path) -> Any:
     return safe_open(file, framework="pt")
 
 
-@cache
 def _begins(file: Path) -> dict[str, int]:
     """Where each tensor of a file begins."""
     with file.open("rb") as opened:

@@ -229,6 +229,7 @@ class Engine:
         self.clear_alarm()
         self.control[CONTROL.launches] = (step - 1) * self.dispatch_grid.programs
         self.control[CONTROL.base] = number << ROUND_SHIFT
+        self.control[CONTROL.came_back : CONTROL.came_back + SETS] = 0  # nobody is reading
 
     def bind_update(self, slot: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Launch:
         """Read ids and weights ``[T, K]`` into ``slot``. Call with (stream, ids, weights)."""

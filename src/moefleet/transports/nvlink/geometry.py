@@ -32,13 +32,13 @@ SLOTS = 8
 class Places(NamedTuple):
     """Byte offsets in one set of the shared memory, ``S`` being the source rank's region.
 
-    ``head_flag``, ``comb_flag``, ``done_flag``, ``gone`` int64 ``[W]``; ``round_of``, ``waiting`` and ``compiling``
-    int64 ``[W]``, of the first set only: the round that the source is in, whether it waits for somebody else than us,
-    and whether it compiles a kernel; ``comb_status`` int32 ``[W]``; ``head`` int32
-    ``[W, head_words]``; ``row_flag``, ``back_flag`` int64 ``[W, M]``; ``local``, ``rank`` int32 and ``weight`` float32
-    ``[W, M, K]``; ``scales`` ``[W, M]`` of their bytes; ``rows``, ``back`` ``[W, M, H]``. In HIGH_THROUGHPUT the last
-    two are the same memory. ``region`` is how many of dispatch's rows fit into a source's part of ``rows``: ``M``, or
-    more where combine's wider rows come into the same memory.
+    ``head_flag``, ``comb_flag``, ``done_flag``, ``read_flag``, ``gone`` int64 ``[W]``; ``round_of``, ``waiting`` and
+    ``compiling`` int64 ``[W]``, of the first set only: the round that the source is in, whether it waits for somebody
+    else than us, and whether it compiles a kernel; ``comb_status`` int32 ``[W]``; ``head`` int32 ``[W, head_words]``;
+    ``row_flag``, ``back_flag`` int64 ``[W, M]``; ``local``, ``rank`` int32 and ``weight`` float32 ``[W, M, K]``;
+    ``scales`` ``[W, M]`` of their bytes; ``rows``, ``back`` ``[W, M, H]``. In HIGH_THROUGHPUT the last two are the
+    same memory. ``region`` is how many of dispatch's rows fit into a source's part of ``rows``: ``M``, or more where
+    combine's wider rows come into the same memory.
     """
 
     set_bytes: int
@@ -48,6 +48,7 @@ class Places(NamedTuple):
     head_flag: int
     comb_flag: int
     done_flag: int
+    read_flag: int
     gone: int
     round_of: int
     waiting: int
@@ -99,7 +100,9 @@ ROUND_SHIFT = 40
 
 
 class Control(NamedTuple):
-    """int64 offsets in a rank's control words, on its own device. Those from ``base`` on are for fault tolerance:
+    """int64 offsets in a rank's control words, on its own device. ``done`` and ``read`` count programs that have read
+    what came; ``came_back`` ``[2]`` is the last step of each set in which this rank wrote into the peers' ``back``.
+    Those from ``base`` on are for fault tolerance:
 
     ``base`` the round, at its place in a step's number; ``board`` address of the :class:`Board`; ``verdict`` ``[2]``
     the last step that was judged and who counted, for each phase; ``stuck`` ``[2, 2]`` how many programs wait for a
@@ -111,12 +114,14 @@ class Control(NamedTuple):
     error: int = 2 * LINE
     bad_ids: int = 3 * LINE
     done: int = 4 * LINE
-    base: int = 5 * LINE
-    board: int = 5 * LINE + 1
-    verdict: int = 6 * LINE
-    stuck: int = 7 * LINE
-    left: int = 8 * LINE
-    words: int = 8 * LINE + MOST_JUDGED
+    read: int = 5 * LINE
+    came_back: int = 6 * LINE
+    base: int = 7 * LINE
+    board: int = 7 * LINE + 1
+    verdict: int = 8 * LINE
+    stuck: int = 9 * LINE
+    left: int = 10 * LINE
+    words: int = 10 * LINE + MOST_JUDGED
 
 
 CONTROL = Control()
@@ -187,7 +192,7 @@ class Geometry:
         most_local = max(placement.slots_per_rank)
         head_words = HEAD_WORDS + (-(-most_local // 8) * 8 if expert_major else 0)
         take = _packer(128)
-        flags = [take(8 * world) for _ in range(7)]
+        flags = [take(8 * world) for _ in range(8)]
         status, head = take(4 * world), take(4 * world * head_words)
         row_flag, back_flag = take(8 * world * most), take(8 * world * most)
         slots_bytes = 4 * world * most * topk
@@ -205,10 +210,11 @@ class Geometry:
             head_flag=flags[0],
             comb_flag=flags[1],
             done_flag=flags[2],
-            gone=flags[3],
-            round_of=flags[4],
-            waiting=flags[5],
-            compiling=flags[6],
+            read_flag=flags[3],
+            gone=flags[4],
+            round_of=flags[5],
+            waiting=flags[6],
+            compiling=flags[7],
             comb_status=status,
             head=head,
             row_flag=row_flag,

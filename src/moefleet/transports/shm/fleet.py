@@ -41,6 +41,8 @@ class ShmFleet(FaultTolerantFleet):
 
     Memory per rank: ``2 * (M * H + C * H) * dtype_bytes`` shared (C = ``M*W``, or max_recv_tokens_per_rank), all of it
     taken at construction, and the two received buffers, private, of which only rows that arrive are ever touched.
+
+    :meth:`stats` also has ``native``: whether the compiled helper does the work.
     """
 
     knobs: ClassVar[frozenset[type[FleetAlgoKnob]]] = FaultTolerantFleet.knobs | {FleetAlgoKnobQuantization}

@@ -206,7 +206,7 @@ class Bus:
                 if status.inline is Inline.ROUTING:
                     kept.write_meta(blocks, end)
                 self._pending[status.step, status.operation] = replace(kept, mark=self.wire.mark())
-        blocks[:, end:] = self.wire.upload(self._codec.encode(self.rounds + 1, status))
+        self.wire.stamp(blocks, end, self._codec.encode(self.rounds + 1, status))
         look = arriving[:, max(0, end - self._size.look) :]
         try:
             flight = self.wire.exchange(arriving, blocks, look=look, after=[*marks, self.wire.mark()])

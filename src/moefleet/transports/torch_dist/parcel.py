@@ -10,7 +10,7 @@ import torch
 
 from ...substrate.device_gather import beside
 from ...substrate.gather import Movements
-from ...substrate.routes import Homecoming, Ints
+from ...substrate.routes import Homecoming, Ints, count_to
 from .status import Inline
 
 
@@ -65,8 +65,8 @@ class Parcel:
         """
         out = blocks.view(self.table.dtype).view(-1, self.table.shape[1])
         counts = np.array(self.counts)
-        starts = np.arange(len(blocks)) * (len(out) // len(blocks))
-        order = np.arange(counts.sum())
+        starts = count_to(len(blocks)) * (len(out) // len(blocks))
+        order = np.arange(sum(self.counts))
         places = order + (starts + counts - counts.cumsum()).repeat(counts)
         rows = order if self.rows is None else self.rows
         moves.gather_blocks(self.table, rows, out, self.counts, starts.tolist(), places)
@@ -76,9 +76,17 @@ class Parcel:
         """The meta rows alone."""
         if self.meta is None:
             return
-        lines = self._gathered(self.meta)[: sum(self.counts)].split(self.counts)
-        places = [block[end - part.numel() : end] for block, part in zip(blocks, lines, strict=True)]
-        torch._foreach_copy_(places, [part.reshape(-1) for part in lines])
+        lines, width = self._gathered(self.meta), self.meta.shape[1]
+        if blocks.is_cuda:
+            parts = lines[: sum(self.counts)].split(self.counts)
+            places = [block[end - part.numel() : end] for block, part in zip(blocks, parts, strict=True)]
+            torch._foreach_copy_(places, [part.reshape(-1) for part in parts])
+            return
+        into, flat, first = blocks.numpy(), lines.numpy().reshape(-1), 0
+        for block, count in zip(into, self.counts, strict=True):
+            size = count * width
+            block[end - size : end] = flat[first : first + size]
+            first += size
 
     def gathered(self, moves: Movements, out: torch.Tensor | None = None) -> Parcel:
         """The same in memory of its own (``out`` ``[>= N, H]``), in order: the caller may change its tensors."""

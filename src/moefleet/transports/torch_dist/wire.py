@@ -90,9 +90,9 @@ class Wire:
         for name in names:
             self._rooms.pop(name, None)
 
-    def upload(self, line: Bytes) -> torch.Tensor:
-        """These bytes, where tensors live."""
-        return torch.from_numpy(line)
+    def stamp(self, blocks: torch.Tensor, at: int, line: Bytes) -> None:
+        """Write these bytes into each block ``[W, capacity]``, from byte ``at`` on."""
+        blocks.numpy()[:, at:] = line
 
     def mark(self) -> torch.cuda.Event | None:
         """The point up to which the current stream has packed what is going to be sent."""
@@ -177,8 +177,8 @@ class CudaWire(Wire):
     def lease(self, size: int) -> Lease:
         return Lease(self.empty(size), [])
 
-    def upload(self, line: Bytes) -> torch.Tensor:
-        return upload([line], self.device)[0]
+    def stamp(self, blocks: torch.Tensor, at: int, line: Bytes) -> None:
+        blocks[:, at:] = upload([line], self.device)[0]
 
     def mark(self) -> torch.cuda.Event | None:
         return torch.cuda.current_stream(self.device).record_event()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..geometry import CONTROL
 from .counting import add_each, begin_ns
 from .dispatch import EXPERT_MAJOR, RANK_MAJOR
 from .judging import (
@@ -25,7 +26,9 @@ from .judging import (
     decide,
     fall_behind,
     has,
+    left_of,
     look_soon,
+    tell,
     wait_for,
 )
 from .signals import (
@@ -43,6 +46,9 @@ from .signals import (
     words,
 )
 
+_READ = tl.constexpr(CONTROL.read)
+_CAME_BACK = tl.constexpr(CONTROL.came_back)
+
 
 @triton.jit(do_not_specialize=["T"])
 def combine(
@@ -59,7 +65,7 @@ def combine(
     step = tl.load((slot + S.step).to(tl.pointer_type(tl.int64)))
     parity = step % 2
     to_set = parity * L.set_bytes
-    ranks = counting(ctl, step, COMBINE, RANK, W) if TOLERANT else -1
+    ranks = counting(left_of(ctl, RANK, W), step, COMBINE, RANK, W) if TOLERANT else -1
     if SEND:  # noqa: SIM102 - one condition is a constant
         if pid < SENDERS:
             _send(pid, rows, slot, peers, to_set, step, ranks, ctl, alarm, L, S, LAYOUT, RANK, W, M, H, K, CAP, BLOCK,
@@ -70,6 +76,8 @@ def combine(
             mine = tl.load(peers + RANK) + to_set
             _receive(pid - FIRST, rows, out, slot, mine, peers, firsts, ctl, alarm, step, ranks, T, L, S, LAYOUT,
                      RANK, W, M, H, K, CAP, BLOCK, PROGRAMS - FIRST, COUNTS, TOLERANT, RENORMALIZE)  # fmt: skip
+            if L.rows == L.back:  # the next dispatch's rows come into the same memory
+                tell(ctl + _READ, PROGRAMS - FIRST, to_set + L.read_flag, step, ranks, peers, RANK, W)
 
 
 @triton.jit
@@ -77,7 +85,10 @@ def _send(pid, rows, slot, peers, to_set, step, ranks, ctl, alarm, L: tl.constex
           LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
           CAP: tl.constexpr, BLOCK: tl.constexpr, SENDERS: tl.constexpr, TOLERANT: tl.constexpr):  # fmt: skip
     most = 0
-    sent_to = counting(ctl, step, DISPATCH, RANK, W) if TOLERANT else -1  # who was left out since then is told so
+    if pid == 0:
+        tl.store(ctl + _CAME_BACK + step % 2, step)
+    # Who was left out since dispatch is told so.
+    sent_to = counting(left_of(ctl, RANK, W), step, DISPATCH, RANK, W) if TOLERANT else -1
     for j in tl.static_range(1, W):
         home = (RANK + j) % W
         got = tl.load(slot + S.got + home)
@@ -94,7 +105,7 @@ def _send(pid, rows, slot, peers, to_set, step, ranks, ctl, alarm, L: tl.constex
             done_flag = flags(mine, L.done_flag) + home
             if TOLERANT:
                 if has(ranks, home) & (got > 0):
-                    late = wait_for(done_flag, home, step, COMBINE, ctl, peers, ranks, pid == 0, L, RANK, W)
+                    late = wait_for(done_flag, step, home, step, COMBINE, ctl, peers, ranks, pid == 0, L, RANK, W)
                     ranks &= ~(late.to(tl.int64) << home)
             else:
                 wait(done_flag, step, ctl, alarm, TIMEOUT_COMBINE, home)
@@ -194,7 +205,7 @@ def _receive(pid, rows, out, slot, mine, peers, firsts, ctl, alarm, step, ranks,
                     if (row >= 0) & (failed[d] == 0):
                         back_flag, lost = flags(mine, L.back_flag) + d * M + row, 0
                         if TOLERANT:
-                            lost = wait_for(back_flag, d, step, COMBINE, ctl, peers, 0, False, L, RANK, W)
+                            lost = wait_for(back_flag, step, d, step, COMBINE, ctl, peers, 0, False, L, RANK, W)
                         elif start == 0:
                             wait(back_flag, step, ctl, alarm, TIMEOUT_COMBINE, d)
                         back = tl.multiple_of((mine + L.back).to(tl.pointer_type(rows.dtype.element_ty)), 16)
@@ -256,5 +267,5 @@ def _scale_of(token, slot, firsts, failed, S: tl.constexpr, LAYOUT: tl.constexpr
         served = (phys >= tl.load(firsts + d)) & (phys < tl.load(firsts + d + 1))
         live |= counts & served & (d == RANK or failed[d] == 0)
     left = tl.sum(tl.where(live, weight, 0.0), 0)
-    scale = tl.where(left != 0, tl.sum(tl.where(counts, weight, 0.0), 0) / left, 0.0)
+    scale = tl.where(left != 0, tl.sum(tl.where(counts, weight, 0.0), 0) / tl.where(left != 0, left, 1.0), 0.0)
     return tl.where(tl.sum((counts & ~live).to(tl.int32), 0) > 0, scale, 1.0)

@@ -4,7 +4,9 @@ A token crosses to a rank once. Its row goes to the sender's own region there, w
 that rank; one flag commits each row, another the header (how many rows come, and in EXPERT_MAJOR how many for each
 expert). The receiver assembles its layout from local memory, and its own rows straight from the input.
 
-Every program sends before it waits, and waits only for peers.
+Every program sends before it waits, and waits only for peers. Where what came back two steps ago lies in the same memory
+(HIGH_THROUGHPUT), a sender first waits until its peers have read it: with two steps open, their combine may still be
+running.
 """
 
 # mypy: ignore-errors
@@ -24,9 +26,11 @@ from .judging import (
     fall_behind,
     has,
     hear,
+    left_of,
     look_soon,
     numbered,
     sign,
+    tell,
     wait_for,
 )
 from .rows import copy_scales, encoded, scales_at
@@ -49,6 +53,7 @@ from .signals import (
 
 _LAUNCHES = tl.constexpr(CONTROL.launches)
 _DONE = tl.constexpr(CONTROL.done)
+_CAME_BACK = tl.constexpr(CONTROL.came_back)
 _HEAD = tl.constexpr(HEAD_WORDS)
 
 EXPERT_MAJOR = tl.constexpr(0)
@@ -75,6 +80,7 @@ def dispatch(
     """
     enter(EARLY)
     pid = tl.program_id(0)
+    left = left_of(ctl, RANK, W) if TOLERANT else ()  # on its way while the atomic is
     if SEND:
         step = (tl.atomic_add(ctl + _LAUNCHES, 1, sem="relaxed", scope="gpu") // PROGRAMS) + 1
         step = numbered(step, ctl, TOLERANT)
@@ -84,11 +90,12 @@ def dispatch(
         step = tl.load((slot + S.step).to(tl.pointer_type(tl.int64)))
     parity = step % 2
     to_set = parity * L.set_bytes
-    ranks = counting(ctl, step, DISPATCH, RANK, W) if TOLERANT else -1
+    ranks = counting(left, step, DISPATCH, RANK, W) if TOLERANT else -1
     if SEND:  # noqa: SIM102 - one condition is a constant
         if pid < SENDERS:
-            _send(pid, x, scales, out, out_scales, slot, peers, firsts, to_set, step, ranks, x_t, x_h, scales_t,
-                  scales_s, L, S, LAYOUT, RANK, W, M, H, K, KP, CODE, BLOCK, SENDERS, R, TOLERANT)  # fmt: skip
+            _send(pid, x, scales, out, out_scales, slot, peers, firsts, ctl, alarm, to_set, step, ranks, x_t, x_h,
+                  scales_t, scales_s, L, S, LAYOUT, RANK, W, M, H, K, KP, CODE, BLOCK, SENDERS, R,
+                  TOLERANT)  # fmt: skip
     if RECEIVE:
         FIRST: tl.constexpr = SENDERS if SENDERS < PROGRAMS else 0
         if pid >= FIRST:
@@ -97,19 +104,13 @@ def dispatch(
                      firsts, ctl, alarm, step, ranks, x_t, x_h, scales_t, scales_s, L, S, LAYOUT, RANK, W, M, H, K, KP,
                      LOCAL, CAP, CODE, BLOCK, PROGRAMS - FIRST, COUNTS, R, TOLERANT)  # fmt: skip
             if L.rows == L.back:  # combine's rows come into the same memory: tell the peers that it is free
-                tl.debug_barrier()
-                finished = tl.atomic_add(ctl + _DONE, 1, sem="acq_rel", scope="gpu")
-                if finished % (PROGRAMS - FIRST) == PROGRAMS - FIRST - 1:
-                    for j in tl.static_range(1, W):
-                        d = (RANK + j) % W
-                        if has(ranks, d):
-                            release(flags(tl.load(peers + d) + to_set, L.done_flag) + RANK, step)
+                tell(ctl + _DONE, PROGRAMS - FIRST, to_set + L.done_flag, step, ranks, peers, RANK, W)
 
 
 @triton.jit
-def _send(pid, x, scales, out, out_scales, slot, peers, firsts, to_set, step, ranks, x_t, x_h, scales_t, scales_s,
-          L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr,
-          H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr,
+def _send(pid, x, scales, out, out_scales, slot, peers, firsts, ctl, alarm, to_set, step, ranks, x_t, x_h, scales_t,
+          scales_s, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr,
+          M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr,
           SENDERS: tl.constexpr, R: tl.constexpr, TOLERANT: tl.constexpr):  # fmt: skip
     most = 0
     for j in tl.static_range(1, W):
@@ -118,6 +119,17 @@ def _send(pid, x, scales, out, out_scales, slot, peers, firsts, to_set, step, ra
         if (pid == (j - 1) % SENDERS) & has(ranks, d):
             _send_header(d, slot, tl.load(peers + d) + to_set, firsts, step, ranks, L, S, LAYOUT, RANK, K, CODE,
                          TOLERANT)  # fmt: skip
+    if L.rows == L.back:  # what came back into the same memory two steps ago has to be read first
+        before = tl.load(ctl + _CAME_BACK + step % 2)
+        for j in tl.static_range(1, W):
+            d = (RANK + j) % W
+            read_flag = flags(tl.load(peers + RANK) + to_set, L.read_flag) + d
+            if TOLERANT:
+                if has(ranks, d) & (tl.load(slot + S.counts + d) > 0):
+                    late = wait_for(read_flag, before, d, step, DISPATCH, ctl, peers, ranks, False, L, RANK, W)
+                    ranks &= ~(late.to(tl.int64) << d)
+            else:
+                wait(read_flag, before, ctl, alarm, TIMEOUT_DISPATCH, d)
     kk = tl.arange(0, KP)
     # The lowest programs have sent headers, so the first rows are for those after them.
     for row in range((pid + SENDERS - (W - 1) % SENDERS) % SENDERS, most, SENDERS):
@@ -264,7 +276,7 @@ def _unpack(s: tl.constexpr, first, counts, starts, x, scales, out, out_scales, 
         else:
             row_flag = flags(mine, L.row_flag) + s * M + row
             if TOLERANT:
-                lost = wait_for(row_flag, s, step, DISPATCH, ctl, peers, 0, False, L, RANK, W)
+                lost = wait_for(row_flag, step, s, step, DISPATCH, ctl, peers, 0, False, L, RANK, W)
             else:
                 wait(row_flag, step, ctl, alarm, TIMEOUT_DISPATCH, s)
             source = tl.multiple_of((mine + L.rows).to(tl.pointer_type(out.dtype.element_ty)), 16)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..geometry import CONTROL
-from .judging import COMBINE, DISPATCH, counting, has, numbered, sign, wait_for
+from .judging import COMBINE, DISPATCH, counting, has, left_of, numbered, sign, wait_for
 from .signals import FOREVER, TIMEOUT_COMBINE, TIMEOUT_DISPATCH, enter, flags, release, wait, words
 
 _LAUNCHES = tl.constexpr(CONTROL.launches)
@@ -30,7 +30,7 @@ def fail(slot, peers, ctl, alarm, L: tl.constexpr, S: tl.constexpr, RANK: tl.con
         step = tl.load((slot + S.step).to(tl.pointer_type(tl.int64)))
     to_set = (step % 2) * L.set_bytes
     mine = tl.load(peers + RANK) + to_set
-    ranks = counting(ctl, step, DISPATCH, RANK, W) if TOLERANT else -1
+    ranks = counting(left_of(ctl, RANK, W), step, DISPATCH, RANK, W) if TOLERANT else -1
     for j in tl.static_range(1, W):
         if has(ranks, (RANK + j) % W):
             there = tl.load(peers + (RANK + j) % W) + to_set
@@ -42,6 +42,7 @@ def fail(slot, peers, ctl, alarm, L: tl.constexpr, S: tl.constexpr, RANK: tl.con
                 release(flags(there, L.head_flag) + RANK, step)
             tl.store(words(there, L.comb_status) + RANK, 1)
             release(flags(there, L.done_flag) + RANK, step)
+            release(flags(there, L.read_flag) + RANK, step)
             release(flags(there, L.comb_flag) + RANK, step)
     if WAIT:
         for j in tl.static_range(1, W):
@@ -49,9 +50,9 @@ def fail(slot, peers, ctl, alarm, L: tl.constexpr, S: tl.constexpr, RANK: tl.con
             head_flag, comb_flag = flags(mine, L.head_flag) + peer, flags(mine, L.comb_flag) + peer
             if TOLERANT:
                 if has(ranks, peer):
-                    late = wait_for(head_flag, peer, step, DISPATCH, ctl, peers, ranks, True, L, RANK, W)
+                    late = wait_for(head_flag, step, peer, step, DISPATCH, ctl, peers, ranks, True, L, RANK, W)
                     if late == 0:
-                        wait_for(comb_flag, peer, step, COMBINE, ctl, peers, ranks, True, L, RANK, W)
+                        wait_for(comb_flag, step, peer, step, COMBINE, ctl, peers, ranks, True, L, RANK, W)
             else:
                 wait(head_flag, step, ctl, alarm, TIMEOUT_DISPATCH, peer)
                 wait(comb_flag, step, ctl, alarm, TIMEOUT_COMBINE, peer)
@@ -69,4 +70,5 @@ def depart(peers, ctl, L: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr, PRO
             tl.store(flags(there, L.gone) + RANK, first)
             release(flags(there, L.head_flag) + RANK, tl.cast(FOREVER, tl.int64))
             release(flags(there, L.done_flag) + RANK, tl.cast(FOREVER, tl.int64))
+            release(flags(there, L.read_flag) + RANK, tl.cast(FOREVER, tl.int64))
             release(flags(there, L.comb_flag) + RANK, tl.cast(FOREVER, tl.int64))

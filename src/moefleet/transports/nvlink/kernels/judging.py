@@ -72,12 +72,20 @@ def numbered(step, ctl, TOLERANT: tl.constexpr):
 
 
 @triton.jit
-def counting(ctl, step, phase: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr):
+def left_of(ctl, RANK: tl.constexpr, W: tl.constexpr):
+    """The last phase in which each peer counts, for ``counting``."""
+    left = ()
+    for j in tl.static_range(1, W):
+        left = left + (tl.load(ctl + _LEFT + (RANK + j) % W),)
+    return left
+
+
+@triton.jit
+def counting(left, step, phase: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr):
     """Peers that count in a phase, as bits: neither masked nor accused before it."""
     ranks = tl.cast(0, tl.int64)
     for j in tl.static_range(1, W):
-        p = (RANK + j) % W
-        ranks |= tl.where(tl.load(ctl + _LEFT + p) >= 2 * step + phase, tl.cast(1, tl.int64) << p, 0)
+        ranks |= tl.where(left[j - 1] >= 2 * step + phase, tl.cast(1, tl.int64) << (RANK + j) % W, 0)
     return ranks
 
 
@@ -110,6 +118,18 @@ def hear(head, step, ranks, RANK: tl.constexpr):
     one counts."""
     elsewhere = (tl.load(head + _ROUND) != (step >> _SHIFT).to(tl.int32)) | (tl.load(head + _STEP) != step.to(tl.int32))
     return elsewhere, ((ranks | 1 << RANK).to(tl.int32) & ~tl.load(head + _RANKS)) != 0
+
+
+@triton.jit
+def tell(counter, PROGRAMS: tl.constexpr, at, step, ranks, peers, RANK: tl.constexpr, W: tl.constexpr):
+    """Store ``step`` to this rank's flag at byte ``at`` of all ``ranks``, once all ``PROGRAMS`` have come here."""
+    tl.debug_barrier()
+    finished = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if finished % PROGRAMS == PROGRAMS - 1:
+        for j in tl.static_range(1, W):
+            d = (RANK + j) % W
+            if has(ranks, d):
+                release(flags(tl.load(peers + d), at) + RANK, step)
 
 
 @triton.jit
@@ -200,18 +220,19 @@ def _judge(flag, step, phase: tl.constexpr, ranks, ctl, peers, pid, PROGRAMS: tl
 
 
 @triton.jit
-def wait_for(flag, p, step, phase: tl.constexpr, ctl, peers, ranks, say, L: tl.constexpr, RANK: tl.constexpr,
+def wait_for(flag, value, p, step, phase: tl.constexpr, ctl, peers, ranks, say, L: tl.constexpr, RANK: tl.constexpr,
              W: tl.constexpr):  # fmt: skip
-    """Wait for one flag of rank ``p`` that only some programs need, such as a row's. Returns 1 if it never comes: the
-    rank is then accused, or ahead of this one. ``say``: whether this program tells the peers that it waits."""
-    late = poll(flag, step, SOON_NS)
+    """Wait until a flag of rank ``p`` that only some programs need, such as a row's, holds ``value``. Returns 1 if it
+    never does: the rank is then accused, or ahead of this one. ``say``: whether this program tells the peers that it
+    waits."""
+    late = poll(flag, value, SOON_NS)
     if late != 0:
-        late = _insist(flag, p, step, phase, ctl, peers, ranks, say, L, RANK, W)
+        late = _insist(flag, value, p, step, phase, ctl, peers, ranks, say, L, RANK, W)
     return late
 
 
 @triton.jit
-def _insist(flag, p, step, phase: tl.constexpr, ctl, peers, ranks, say, L: tl.constexpr, RANK: tl.constexpr,
+def _insist(flag, value, p, step, phase: tl.constexpr, ctl, peers, ranks, say, L: tl.constexpr, RANK: tl.constexpr,
             W: tl.constexpr):  # fmt: skip
     budget = tl.load(ctl + _BUDGET)
     slice_ns = budget if _ALONE else budget - budget + SLICE_NS
@@ -221,7 +242,7 @@ def _insist(flag, p, step, phase: tl.constexpr, ctl, peers, ranks, say, L: tl.co
     spent, prolonged, spared, late, over = nobody, nobody, nobody, 1, False
     while (late != 0) & (over == 0):
         gone, later, waits, busy = _look(p, step, ctl, peers, L, RANK)
-        late = poll(flag, step, slice_ns)
+        late = poll(flag, value, slice_ns)
         over = (gone != 0) | (later != 0) | _over(waits, busy, spent, prolonged, spared, budget)
         if (late != 0) & over:
             if (gone != 0) | (later == 0):
