@@ -4,9 +4,9 @@ A token crosses to a rank once. Its row goes to the sender's own region there, w
 that rank; one flag commits each row, another the header (how many rows come, and in EXPERT_MAJOR how many for each
 expert). The receiver assembles its layout from local memory, and its own rows straight from the input.
 
-Every program sends before it waits, and waits only for peers. Where what came back two steps ago lies in the same memory
-(HIGH_THROUGHPUT), a sender first waits until its peers have read it: with two steps open, their combine may still be
-running.
+Every program sends before it waits, and waits only for peers. Where what came back two steps ago lies in the same
+memory (HIGH_THROUGHPUT), a sender first waits until its peers have read it: with two steps open, their combine may
+still be running.
 """
 
 # mypy: ignore-errors
