@@ -64,6 +64,17 @@ def test_what_is_committed_already_costs_no_wait() -> None:
     assert ranks[0].waited_s == [0.0, 0.0, 0.0]
 
 
+def test_who_has_looked_long_enough_sleeps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting.os, "sched_yield", lambda: pytest.fail("it looks again"))
+    ranks = waiters(2, spin_s=10.0)
+
+    def commit() -> None:
+        time.sleep(0.02)
+        ranks[1].commit(DISPATCH, 1)
+
+    assert at_once(lambda: ranks[0].wait([1], DISPATCH, 1, spun_s=10.0), commit) == [[], None]
+
+
 def test_thousands_of_waits_lose_no_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the poll that would hide it: a lost wake-up is a hang."""
     monkeypatch.setattr(waiting, "POLL_S", 1000.0)

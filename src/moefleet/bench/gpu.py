@@ -167,7 +167,7 @@ def build(case: CommCase, plan: GpuPlan, pool: Pool, x: torch.Tensor) -> tuple[d
                 candidate.step()
                 torch.cuda.synchronize()
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             reason = agreed(reason)
         if reason:
             left_out[name] = reason

@@ -42,18 +42,23 @@ class Steps:
         """The slots of open steps whose dispatch was launched."""
         return [slot for slot in self._slots if slot is not None]
 
+    @property
+    def _blocked(self) -> bool:
+        """Whether the next step's buffer set is still taken."""
+        return self._begun >= SETS and self._begun + 1 - SETS in self._taken_by
+
     def begin(self) -> int:
         """Open the next step.
 
         Raises:
-            MoEEpConfigError: two are open already; nothing is lost.
+            MoEEpConfigError: the step before last is still open; nothing is lost.
         """
-        if _FREE not in self._taken_by:
+        if self._blocked:
             raise config_error(
                 "dispatch",
-                f"a step while steps {sorted(self._taken_by)} are not combined",
+                f"a step while step {self._begun + 1 - SETS} of {self._begun} is not combined",
                 f"at most {SETS} steps dispatched and not yet combined",
-                "combine (or destroy the handle of) an older one first",
+                "combine (or destroy the handle of) the older one first",
             )
         self._begun += 1
         self._taken_by[self._taken_by.index(_FREE)] = self._begun
@@ -81,5 +86,5 @@ class Steps:
 
     def fail_next(self, error: BaseException) -> None:
         """Give up the step that was about to begin; the peers are told."""
-        if _FREE in self._taken_by:
+        if not self._blocked:
             self._give_up(None)

@@ -178,7 +178,9 @@ def _judge(flag, step, phase: tl.constexpr, ranks, ctl, peers, pid, PROGRAMS: tl
             if has(awaited, p):
                 missing |= poll(flag + p, step, tl.where(missing == 0, slice_ns, 0)).to(tl.int64) << p
         if missing == 0:
-            tl.atomic_cas(verdict, decided, (tag << 32) | awaited)
+            mine = (tag << 32) | awaited
+            found = tl.atomic_cas(verdict, decided, mine)
+            decided = tl.where(found == decided, mine, found)
         elif pid == 0:
             patient, compiling = nobody, nobody
             may = (tl.atomic_add(stuck, 0) == mark + PROGRAMS) | _ALONE
@@ -205,7 +207,8 @@ def _judge(flag, step, phase: tl.constexpr, ranks, ctl, peers, pid, PROGRAMS: tl
             if left != told:
                 _say(left, peers, ranks, L, RANK, W)
                 told = left
-        decided = tl.atomic_add(verdict, 0)
+        if missing != 0:
+            decided = tl.atomic_add(verdict, 0)
     if told != 0:
         _say(nobody, peers, ranks, L, RANK, W)
     present = decided & 0xFFFFFFFF
