@@ -109,6 +109,17 @@ def test_steps() -> None:
     assert steps.begun == 3
 
 
+def test_a_step_waits_for_the_one_before_last() -> None:
+    """Steps s and s + 2 share a buffer set, whatever became of s + 1."""
+    steps = Steps(lambda slot: None)
+    first, second = steps.begin(), steps.begin()
+    steps.close(second)
+    with pytest.raises(MoEEpConfigError, match="step 1 of 2 is not combined"):
+        steps.begin()
+    steps.close(first)
+    steps.begin()
+
+
 def test_config() -> None:
     with pytest.raises(MoEEpConfigError, match=r"NVLinkConfig\.programs"):
         NVLinkConfig(programs=0)
