@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,17 +75,18 @@ PAIRS = ([3, 1], [2, 0])
 """Global ranks of two groups, in the order of their ranks inside the group."""
 
 
-def over_subgroups(ctx: RankContext, params: FleetParams, problems: list[Problem]) -> torch.Tensor:
-    """Two groups at once, each in descending order of the global ranks."""
+def over_subgroups(ctx: RankContext, params: FleetParams, problems: list[Problem]) -> tuple[torch.Tensor, int]:
+    """Two groups at once, each in descending order of the global ranks where this torch can make such groups."""
+    unsorted = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
     with gloo(ctx):
-        groups = [dist.new_group(pair, sort_ranks=False) for pair in PAIRS]
+        groups = [dist.new_group(pair, **unsorted) for pair in PAIRS]
         mine = next(index for index, pair in enumerate(PAIRS) if ctx.rank in pair)
-        inside = PAIRS[mine].index(ctx.rank)
-        assert dist.get_rank(groups[mine]) == inside
+        inside = dist.get_rank(groups[mine])
+        assert inside == (PAIRS[mine] if unsorted else sorted(PAIRS[mine])).index(ctx.rank)
         fleet = ctx.fleet(params, world_size=2, rank=inside, tcp_store=None, process_group=groups[mine])
         y = step(fleet, *replace_rank(ctx, inside).mine(problems[mine]))[1]
         fleet.destroy()
-    return y
+    return y, inside
 
 
 def replace_rank(ctx: RankContext, rank: int) -> RankContext:
@@ -96,7 +98,8 @@ def test_over_subgroups_in_another_order(ranks: Ranks) -> None:
     params = ranks.params(problems[0], EpLayout.EXPERT_MAJOR)
     ys = ranks(over_subgroups, params, problems, world=4)
     for pair, problem in zip(PAIRS, problems, strict=True):
-        check_results(problem, params, [ys[rank] for rank in pair])
+        in_order = sorted((ys[rank] for rank in pair), key=lambda found: found[1])
+        check_results(problem, params, [y for y, _ in in_order])
 
 
 def over_one_store(ctx: RankContext, params: FleetParams, problems: list[Problem]) -> torch.Tensor:
@@ -113,7 +116,8 @@ def test_two_groups_on_one_store(ranks: Ranks) -> None:
     params = ranks.params(problems[0], EpLayout.EXPERT_MAJOR)
     ys = ranks(over_one_store, params, problems, world=4)
     for pair, problem in zip(PAIRS, problems, strict=True):
-        check_results(problem, params, [ys[rank] for rank in pair])
+        in_order = sorted((ys[rank] for rank in pair), key=lambda found: found[1])
+        check_results(problem, params, [y for y, _ in in_order])
 
 
 def from_the_environment(ctx: RankContext, params: FleetParams, problem: Problem, port: int) -> torch.Tensor:

@@ -143,7 +143,9 @@ class GroupedGemmKernel(ExpertKernel):
             raise config_error("expert_tensors", f"{len(rows)} blocks", f"the weights' L = {len(w13)}, one per expert")
         result = torch.empty_like(rows, dtype=w13.dtype) if into is None else into
         with torch.no_grad():
-            if rows.is_cuda and takes_grouped_mm(weights):
+            if not len(w13):  # this rank holds no experts
+                result.zero_()
+            elif rows.is_cuda and takes_grouped_mm(weights):
                 self._on_device(out, weights, result)
             elif layout is EpLayout.EXPERT_MAJOR:
                 self._by_expert(out, weights, result)

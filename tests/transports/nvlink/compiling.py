@@ -79,6 +79,16 @@ def compile_all(layout: EpLayout, count: bool, tolerant: bool) -> None:
     engine.expect(slot, 7, 0)
 
 
+def compile_halves(layout: EpLayout) -> None:
+    engine = engine_for(layout, False)
+    slot, output = engine.take_slot(), engine.outputs[0]
+    x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    rows = output.rows.view(torch.bfloat16).view(-1, HIDDEN)
+    for send in (True, False):
+        engine.bind_dispatch(slot, x, TOPK, output, send, not send, staged=True)
+        engine.bind_combine(slot, rows, x, TOPK, send, not send, staged=True)
+
+
 def nothing(*args: Any) -> Any:
     """In place of what binds a compiled kernel, which asks a GPU for room."""
     return lambda *args: None
@@ -90,5 +100,6 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         for tolerant in (False, True):
             compile_all(EpLayout[name], count=name != "RANK_MAJOR", tolerant=tolerant)
+        compile_halves(EpLayout[name])
         compile_low_precision(EpLayout[name])
         print(name, "compiles")

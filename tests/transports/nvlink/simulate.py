@@ -36,7 +36,7 @@ SPLIT_GRIDS = (Grids(4, 1, 1), Grids(3, 2, 1))
 
 
 class World:
-    """``W`` engines over one process's memory."""
+    """``W`` engines over one process's memory. ``staged``: inputs become NaN between the halves."""
 
     def __init__(
         self,
@@ -45,11 +45,12 @@ class World:
         placement: Placement | None = None,
         grids: tuple[Grids, Grids] = GRIDS,
         knobs: tuple[FleetAlgoKnob, ...] = (),
+        staged: bool = False,
         **faults: bool,
     ) -> None:
         placement = placement or Placement.contiguous(params.num_experts, world)
         shapes = [Geometry.of(params, placement, rank, knobs) for rank in range(world)]
-        self.params = params
+        self.params, self._staged = params, staged
         self.memory = [torch.zeros(g.shared_bytes + 128, dtype=torch.uint8) for g in shapes]
         addresses = [-(-m.data_ptr() // 128) * 128 for m in self.memory]
         self.engines = [Engine(g, torch.device("cpu"), addresses, *grids, timeout_s=1.0, **faults) for g in shapes]
@@ -79,8 +80,9 @@ class World:
                     if send:
                         output.rows.fill_(255)  # NaN
                     given = () if scales is None else (scales[rank],)
-                    launch = engine.bind_dispatch(slot, x, problem.topk, output, send, not send, *given)
-                    launch(0, x, *given)
+                    kind = None if scales is None else scales[rank]
+                    launch = engine.bind_dispatch(slot, x, problem.topk, output, send, not send, kind, self._staged)
+                    launch(0, x if send or not self._staged else x.new_full(x.shape, float("nan")), *given)
         scale_dtype = None if scales is None else scales[0].dtype
         return [v.of(which, problem.xs[0].dtype, problem.topk, scale_dtype) for v in self.views]
 
@@ -92,8 +94,9 @@ class World:
         for send in (True, False):
             for rank, (engine, slot) in enumerate(zip(self.engines, slots)):
                 if rank not in skip:
-                    launch = engine.bind_combine(slot, rows[rank], outs[rank], problem.topk, send, not send)
-                    launch(0, rows[rank], outs[rank])
+                    y = rows[rank]
+                    launch = engine.bind_combine(slot, y, outs[rank], problem.topk, send, not send, self._staged)
+                    launch(0, y if send or not self._staged else torch.full_like(y, float("nan")), outs[rank])
         return outs
 
     def alarms(self) -> list[int]:

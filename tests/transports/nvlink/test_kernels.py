@@ -15,6 +15,7 @@ if torch.cuda.is_available():
     )
 
 from moefleet.transports.nvlink.alarm import Trouble, to_error, trouble_in
+from moefleet.transports.nvlink.engine import Grids
 from moefleet.transports.nvlink.geometry import CONTROL
 from tests.transports.nvlink.simulate import GRIDS, SPLIT_GRIDS, World
 
@@ -65,6 +66,13 @@ def test_routing(layout: EpLayout, special: str) -> None:
 def test_sixteen_bits(layout: EpLayout, dtype: torch.dtype) -> None:
     problem = make_problem(7, 2, 3, 5, 2, [3, 2], dtype, "distinct")
     check_step(World(problem.params(layout), 2, grids=SPLIT_GRIDS), problem)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("grids", [GRIDS, SPLIT_GRIDS], ids=["both", "apart"])
+def test_inputs_that_change_between_the_halves(layout: EpLayout, grids: tuple[Grids, Grids]) -> None:
+    problem = make_problem(8, 2, 5, 4, 3, [3, 6])
+    check_step(World(problem.params(layout), 2, grids=grids, staged=True), problem)
 
 
 @LAYOUTS

@@ -102,7 +102,7 @@ def test_bits_do_not_depend_on_where_an_expert_lives(layout: EpLayout) -> None:
 @LAYOUTS
 def test_senders_and_receivers_apart(layout: EpLayout) -> None:
     p = make_problem(4, 3, 7, 140, 2, [2, 3, 1], torch.bfloat16)
-    check_step(World(p.params(layout), 3, grids=SPLIT_GRIDS, knobs=FP8), p)
+    check_step(World(p.params(layout), 3, grids=SPLIT_GRIDS, knobs=FP8, staged=True), p)
 
 
 def test_encoding_reads_strides() -> None:

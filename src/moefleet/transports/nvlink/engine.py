@@ -255,9 +255,10 @@ class Engine:
         send: bool = True,
         receive: bool = True,
         scales: torch.Tensor | None = None,
+        staged: bool = False,
     ) -> Launch:
         """Send ``x`` ``[T, H]``, with ``scales`` ``[T, S]`` if given, by ``slot``'s routing and fill ``output``, or one
-        of the two. Call with (stream, x) or (stream, x, scales)."""
+        of the two. Call with (stream, x) or (stream, x, scales). ``staged``: ``x`` may change between the two."""
         g, p, grid, form = self.geometry, self.geometry.params, self.dispatch_grid, self.geometry.rows
         code = row_code(x.dtype, torch.float32 if form.quantised else None if scales is None else scales.dtype)
         x, per_row, strides = _as_units(x), 0, [0, 0]
@@ -274,7 +275,7 @@ class Engine:
         constants = (
             g.shared, g.slot, self._layout, g.rank, g.world_size, p.max_tokens_per_rank,
             p.token_hidden_size, topk, _power_of_two(topk), self._num_local, p.recv_capacity(g.world_size),
-            code, self._block, grid.programs, grid.senders, self._early, send, receive, self.counts,
+            code, self._block, grid.programs, grid.senders, self._early, send, receive, staged, self.counts,
             Rows(form.quantised, self._native, piece, per_row, min(1024, _power_of_two(per_row))), self._tolerant,
         )  # fmt: skip
         options = self._options(grid.warps, grid.max_registers)
@@ -288,15 +289,16 @@ class Engine:
         topk: int,
         send: bool = True,
         receive: bool = True,
+        staged: bool = False,
     ) -> Launch:
         """Send contiguous ``rows`` home and sum into contiguous ``out`` ``[T, H]``, or one of the two. Call with
-        (stream, rows, out)."""
+        (stream, rows, out). ``staged``: ``rows`` may change between the two."""
         g, p, grid = self.geometry, self.geometry.params, self.combine_grid
         args = (rows, out, slot, self._peers, self._firsts, self.control, self.alarm, out.shape[0])
         constants = (
             g.shared, g.slot, self._layout, g.rank, g.world_size, p.max_tokens_per_rank,
             p.token_hidden_size, topk, p.recv_capacity(g.world_size), self._block, grid.programs, grid.senders,
-            self._early, send, receive, self.counts, self._tolerant, self._renormalize,
+            self._early, send, receive, staged, self.counts, self._tolerant, self._renormalize,
         )  # fmt: skip
         options = self._options(grid.warps, grid.max_registers)
         return self._launcher.bind(combine, grid.programs, args, constants, options)

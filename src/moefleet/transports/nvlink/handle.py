@@ -188,7 +188,10 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
         launch = self._bound.get(key)
         if launch is None:
             output = fleet.engine.outputs[index]
-            launch = fleet.engine.bind_dispatch(self._slot, tokens, self._shape[1], output, send, receive, scales)
+            staged = not (send and receive)  # the caller may reuse the input once the sending half is done
+            launch = fleet.engine.bind_dispatch(
+                self._slot, tokens, self._shape[1], output, send, receive, scales, staged
+            )
             self._bound[key] = launch
         if scales is None:
             launch(self._stream(), tokens)
@@ -203,7 +206,8 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
         result, out, tight = open_.result, open_.result, rows.contiguous()
         if out is None or not out.is_contiguous():
             out = torch.empty((self._shape[0], rows.shape[-1]), dtype=rows.dtype, device=rows.device)
-        launch = self._fleet.engine.bind_combine(self._slot, tight, out, self._shape[1], send, receive)
+        staged = not (send and receive)
+        launch = self._fleet.engine.bind_combine(self._slot, tight, out, self._shape[1], send, receive, staged)
         launch(self._stream(), tight, out)
         if result is None:
             return out

@@ -34,7 +34,8 @@ class OutputViews:
         """Set ``index`` for tokens of type ``dtype``, routed by this K, with scales of ``scale_dtype`` or none."""
         key = (index, dtype, topk, scale_dtype)
         if key not in self._made:
-            self._made[key] = self._make(*key)
+            with torch.inference_mode(False):  # they outlast the caller's mode
+                self._made[key] = self._make(*key)
         return self._made[key]
 
     def _make(self, index: int, dtype: torch.dtype, topk: int, scale_dtype: torch.dtype | None) -> DispatchOutput:

@@ -56,10 +56,13 @@ def combine(
     L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr,
     M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr, SENDERS: tl.constexpr, EARLY: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
-    COUNTS: tl.constexpr, TOLERANT: tl.constexpr, RENORMALIZE: tl.constexpr,
+    STAGED: tl.constexpr, COUNTS: tl.constexpr, TOLERANT: tl.constexpr, RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Combine the experts' ``rows`` into ``out [T, H]``; both contiguous. ``COUNTS``: where to count, or None.
-    ``TOLERANT``: as in dispatch; ``RENORMALIZE``: whether tokens that lost experts are scaled up."""
+    """Combine the experts' ``rows`` into ``out [T, H]``; both contiguous.
+
+    ``STAGED``, ``TOLERANT``: as in dispatch. ``COUNTS``: where to count, or None. ``RENORMALIZE``: whether tokens that
+    lost experts are scaled up.
+    """
     enter(EARLY)
     pid = tl.program_id(0)
     step = tl.load((slot + S.step).to(tl.pointer_type(tl.int64)))
@@ -69,13 +72,14 @@ def combine(
     if SEND:  # noqa: SIM102 - one condition is a constant
         if pid < SENDERS:
             _send(pid, rows, slot, peers, to_set, step, ranks, ctl, alarm, L, S, LAYOUT, RANK, W, M, H, K, CAP, BLOCK,
-                  SENDERS, TOLERANT)  # fmt: skip
+                  SENDERS, STAGED, TOLERANT)  # fmt: skip
     if RECEIVE:
         FIRST: tl.constexpr = SENDERS if SENDERS < PROGRAMS else 0
         if pid >= FIRST:
             mine = tl.load(peers + RANK) + to_set
             _receive(pid - FIRST, rows, out, slot, mine, peers, firsts, ctl, alarm, step, ranks, T, L, S, LAYOUT,
-                     RANK, W, M, H, K, CAP, BLOCK, PROGRAMS - FIRST, COUNTS, TOLERANT, RENORMALIZE)  # fmt: skip
+                     RANK, W, M, H, K, CAP, BLOCK, PROGRAMS - FIRST, STAGED, COUNTS, TOLERANT,
+                     RENORMALIZE)  # fmt: skip
             if L.rows == L.back:  # the next dispatch's rows come into the same memory
                 tell(ctl + _READ, PROGRAMS - FIRST, to_set + L.read_flag, step, ranks, peers, RANK, W)
 
@@ -83,8 +87,10 @@ def combine(
 @triton.jit
 def _send(pid, rows, slot, peers, to_set, step, ranks, ctl, alarm, L: tl.constexpr, S: tl.constexpr,
           LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
-          CAP: tl.constexpr, BLOCK: tl.constexpr, SENDERS: tl.constexpr, TOLERANT: tl.constexpr):  # fmt: skip
-    most = 0
+          CAP: tl.constexpr, BLOCK: tl.constexpr, SENDERS: tl.constexpr, STAGED: tl.constexpr,
+          TOLERANT: tl.constexpr):  # fmt: skip
+    FIRST: tl.constexpr = 0 if STAGED else 1
+    most = tl.load(slot + S.got + RANK) if STAGED else 0
     if pid == 0:
         tl.store(ctl + _CAME_BACK + step % 2, step)
     # Who was left out since dispatch is told so.
@@ -110,9 +116,9 @@ def _send(pid, rows, slot, peers, to_set, step, ranks, ctl, alarm, L: tl.constex
             else:
                 wait(done_flag, step, ctl, alarm, TIMEOUT_COMBINE, home)
     for row in range((pid + SENDERS - (W - 1) % SENDERS) % SENDERS, most, SENDERS):
-        for j in tl.static_range(1, W):
+        for j in tl.static_range(FIRST, W):
             home = (RANK + j) % W
-            if (row < tl.load(slot + S.got + home)) & has(ranks, home):
+            if (row < tl.load(slot + S.got + home)) & (has(ranks, home) | (j == 0)):
                 there = tl.load(peers + home) + to_set
                 to = tl.multiple_of((there + L.back).to(tl.pointer_type(rows.dtype.element_ty)), 16)
                 to += tl.cast(RANK * M + row, tl.int64) * H
@@ -147,7 +153,8 @@ def _partial(s, row, rows, slot, cols, L: tl.constexpr, S: tl.constexpr, LAYOUT:
 def _receive(pid, rows, out, slot, mine, peers, firsts, ctl, alarm, step, ranks, T, L: tl.constexpr, S: tl.constexpr,
              LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
              K: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
-             COUNTS: tl.constexpr, TOLERANT: tl.constexpr, RENORMALIZE: tl.constexpr):  # fmt: skip
+             STAGED: tl.constexpr, COUNTS: tl.constexpr, TOLERANT: tl.constexpr,
+             RENORMALIZE: tl.constexpr):  # fmt: skip
     failed, sent, waited = (), (), ()
     if TOLERANT:
         comb_flag, missing, soon = flags(mine, L.comb_flag), tl.cast(0, tl.int64), ()
@@ -195,7 +202,11 @@ def _receive(pid, rows, out, slot, mine, peers, firsts, ctl, alarm, step, ranks,
             row = tl.load(slot + S.row_of + token * W + RANK)
             own = tl.zeros_like(cols).to(rows.dtype.element_ty)
             if row >= 0:
-                own = _partial(RANK, row, rows, slot, cols, L, S, LAYOUT, M, H, K, CAP)
+                if STAGED:
+                    home = tl.multiple_of((mine + L.back).to(tl.pointer_type(rows.dtype.element_ty)), 16)
+                    own = tl.load(home + tl.cast(RANK * M + row, tl.int64) * H + cols, mask=cols < H, other=0)
+                else:
+                    own = _partial(RANK, row, rows, slot, cols, L, S, LAYOUT, M, H, K, CAP)
             total = tl.zeros_like(cols).to(tl.float32)
             for d in tl.static_range(W):
                 if d == RANK:

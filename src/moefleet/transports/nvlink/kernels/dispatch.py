@@ -67,13 +67,17 @@ def dispatch(
     scales_s, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr,
     M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr, CAP: tl.constexpr,
     CODE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, SENDERS: tl.constexpr, EARLY: tl.constexpr,
-    SEND: tl.constexpr, RECEIVE: tl.constexpr, COUNTS: tl.constexpr, R: tl.constexpr, TOLERANT: tl.constexpr,
+    SEND: tl.constexpr, RECEIVE: tl.constexpr, STAGED: tl.constexpr, COUNTS: tl.constexpr, R: tl.constexpr,
+    TOLERANT: tl.constexpr,
 ):  # fmt: skip
     """Send tokens ``x [T, H]`` and receive into ``out``. ``COUNTS``: where to count for stats, or None. ``TOLERANT``:
     whether a rank that does not come is left out and accused (see ``judging``), or ends all.
 
     ``R``: whether ``x`` is encoded on its way, or ``scales [T, R.scales]`` go with it; both arrive in ``out_scales``.
     Elements of one byte are uint8, and scales that go along integers of their width.
+
+    ``STAGED``: whether this rank's own rows go through its memory like those of its peers, because ``x`` may change
+    before they are received.
 
     ``PROGRAMS`` is the grid, the same for every launch of a Fleet: the step's number follows from a count of programs.
     The first ``SENDERS`` programs send; all receive, or where ``SENDERS < PROGRAMS`` the others.
@@ -94,7 +98,7 @@ def dispatch(
     if SEND:  # noqa: SIM102 - one condition is a constant
         if pid < SENDERS:
             _send(pid, x, scales, out, out_scales, slot, peers, firsts, ctl, alarm, to_set, step, ranks, x_t, x_h,
-                  scales_t, scales_s, L, S, LAYOUT, RANK, W, M, H, K, KP, CODE, BLOCK, SENDERS, R,
+                  scales_t, scales_s, L, S, LAYOUT, RANK, W, M, H, K, KP, CODE, BLOCK, SENDERS, STAGED, R,
                   TOLERANT)  # fmt: skip
     if RECEIVE:
         FIRST: tl.constexpr = SENDERS if SENDERS < PROGRAMS else 0
@@ -102,7 +106,7 @@ def dispatch(
             mine = tl.load(peers + RANK) + to_set
             _receive(pid - FIRST, x, scales, out, out_scales, out_ids, out_weights, out_counts, slot, mine, peers,
                      firsts, ctl, alarm, step, ranks, x_t, x_h, scales_t, scales_s, L, S, LAYOUT, RANK, W, M, H, K, KP,
-                     LOCAL, CAP, CODE, BLOCK, PROGRAMS - FIRST, COUNTS, R, TOLERANT)  # fmt: skip
+                     LOCAL, CAP, CODE, BLOCK, PROGRAMS - FIRST, STAGED, COUNTS, R, TOLERANT)  # fmt: skip
             if L.rows == L.back:  # combine's rows come into the same memory: tell the peers that it is free
                 tell(ctl + _DONE, PROGRAMS - FIRST, to_set + L.done_flag, step, ranks, peers, RANK, W)
 
@@ -111,8 +115,9 @@ def dispatch(
 def _send(pid, x, scales, out, out_scales, slot, peers, firsts, ctl, alarm, to_set, step, ranks, x_t, x_h, scales_t,
           scales_s, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr,
           M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr,
-          SENDERS: tl.constexpr, R: tl.constexpr, TOLERANT: tl.constexpr):  # fmt: skip
-    most = 0
+          SENDERS: tl.constexpr, STAGED: tl.constexpr, R: tl.constexpr, TOLERANT: tl.constexpr):  # fmt: skip
+    FIRST: tl.constexpr = 0 if STAGED else 1
+    most = tl.load(slot + S.counts + RANK) if STAGED else 0
     for j in tl.static_range(1, W):
         d = (RANK + j) % W
         most = tl.maximum(most, tl.load(slot + S.counts + d))
@@ -133,9 +138,9 @@ def _send(pid, x, scales, out, out_scales, slot, peers, firsts, ctl, alarm, to_s
     kk = tl.arange(0, KP)
     # The lowest programs have sent headers, so the first rows are for those after them.
     for row in range((pid + SENDERS - (W - 1) % SENDERS) % SENDERS, most, SENDERS):
-        for j in tl.static_range(1, W):
+        for j in tl.static_range(FIRST, W):
             d = (RANK + j) % W
-            if (row < tl.load(slot + S.counts + d)) & has(ranks, d):
+            if (row < tl.load(slot + S.counts + d)) & (has(ranks, d) | (j == 0)):
                 there = tl.load(peers + d) + to_set
                 token = tl.load(slot + S.token_of + d * M + row)
                 to = tl.multiple_of((there + L.rows).to(tl.pointer_type(out.dtype.element_ty)), 16)
@@ -201,7 +206,8 @@ def _receive(pid, x, scales, out, out_scales, out_ids, out_weights, out_counts, 
              step, ranks, x_t, x_h, scales_t, scales_s, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr,
              RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
              LOCAL: tl.constexpr, CAP: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr,
-             PROGRAMS: tl.constexpr, COUNTS: tl.constexpr, R: tl.constexpr, TOLERANT: tl.constexpr):  # fmt: skip
+             PROGRAMS: tl.constexpr, STAGED: tl.constexpr, COUNTS: tl.constexpr, R: tl.constexpr,
+             TOLERANT: tl.constexpr):  # fmt: skip
     kk = tl.arange(0, KP)
     counts, starts, waited, total = (), (), (), 0
     if TOLERANT:
@@ -254,7 +260,7 @@ def _receive(pid, x, scales, out, out_scales, out_ids, out_weights, out_counts, 
     for j in tl.static_range(W):  # its own first; by other programs than those that send most
         _unpack((RANK + j) % W, (pid + (j + 1) * (PROGRAMS // W)) % PROGRAMS, counts, starts, x, scales, out,
                 out_scales, out_ids, out_weights, slot, mine, peers, firsts, ctl, alarm, step, x_t, x_h, scales_t,
-                scales_s, L, S, LAYOUT, RANK, W, M, H, K, KP, LOCAL, CAP, BLOCK, PROGRAMS, COUNTS, R,
+                scales_s, L, S, LAYOUT, RANK, W, M, H, K, KP, LOCAL, CAP, BLOCK, PROGRAMS, STAGED, COUNTS, R,
                 TOLERANT)  # fmt: skip
 
 
@@ -263,11 +269,13 @@ def _unpack(s: tl.constexpr, first, counts, starts, x, scales, out, out_scales, 
             peers, firsts, ctl, alarm, step, x_t, x_h, scales_t, scales_s, L: tl.constexpr, S: tl.constexpr,
             LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
             K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
-            PROGRAMS: tl.constexpr, COUNTS: tl.constexpr, R: tl.constexpr, TOLERANT: tl.constexpr):  # fmt: skip
+            PROGRAMS: tl.constexpr, STAGED: tl.constexpr, COUNTS: tl.constexpr, R: tl.constexpr,
+            TOLERANT: tl.constexpr):  # fmt: skip
     """Bring the rows of source ``s`` from row ``first`` on, every ``PROGRAMS``-th, into the layout."""
     kk = tl.arange(0, KP)
+    DIRECT: tl.constexpr = s == RANK and not STAGED
     for row in range(first, counts[s], PROGRAMS):
-        if s == RANK:
+        if DIRECT:
             token = tl.load(slot + S.token_of + RANK * M + row)
             source = x + token.to(tl.int64) * x_t
             if not R.encode:
@@ -310,7 +318,7 @@ def _unpack(s: tl.constexpr, first, counts, starts, x, scales, out, out_scales, 
             if COUNTS is not None:
                 add_vector(ctl + COUNTS.experts + local, kk - kk + 1, (kk < K) & (at >= 0) & (local >= 0))
         COPIES: tl.constexpr = K if LAYOUT == EXPERT_MAJOR else 1
-        ENCODE: tl.constexpr = R.encode and s == RANK
+        ENCODE: tl.constexpr = R.encode and DIRECT
         if ENCODE:
             PIECE: tl.constexpr = R.piece
             for start in tl.static_range(0, H, PIECE):
@@ -323,19 +331,19 @@ def _unpack(s: tl.constexpr, first, counts, starts, x, scales, out, out_scales, 
             for start in tl.static_range(0, H, BLOCK):
                 cols = start + tl.arange(0, BLOCK)
                 if start > 0:
-                    value = tl.load(source + cols.to(tl.int64) * (x_h if s == RANK else 1), mask=cols < H)
+                    value = tl.load(source + cols.to(tl.int64) * (x_h if DIRECT else 1), mask=cols < H)
                 for k in tl.static_range(COPIES):
                     at = tl.sum(tl.where(kk == k, place, 0), 0)
                     tl.store(out + at.to(tl.int64) * H + cols, value, mask=(cols < H) & (at >= 0))
             if R.scales > 0:
-                if s == RANK:
+                if DIRECT:
                     scales_from = scales + token.to(tl.int64) * scales_t
                 else:
                     scales_from = scales_at(mine, L.scales, out_scales, s * M + row, R)
                 for k in tl.static_range(COPIES):
                     at = tl.sum(tl.where(kk == k, place, 0), 0).to(tl.int64)
                     if at >= 0:
-                        copy_scales(scales_from, scales_s if s == RANK else 1, out_scales + at * R.scales, R)
+                        copy_scales(scales_from, scales_s if DIRECT else 1, out_scales + at * R.scales, R)
 
 
 @triton.jit
