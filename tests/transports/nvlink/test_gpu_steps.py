@@ -261,14 +261,16 @@ def over_streams(ctx: RankContext, params: FleetParams, problem: Problem) -> boo
     fleet, (x, ids, weights) = ctx.fleet(params), ctx.mine(problem)
     fleet.checking = False
     streams = [torch.cuda.Stream(ctx.device) for _ in range(3)]
-    want = step(fleet, x, ids, weights)[1]
     handle, ys = fleet.create_handle(HandleParams(ids), [HandleAlgoKnobTopKWeights(weights)]), []
+
+    def whole_step() -> torch.Tensor:
+        return handle.combine(made(reference_rows(fleet, handle.dispatch(DispatchInputParams([x]))))).x
+
+    want = whole_step()
     torch.cuda.synchronize()
     for number in range(60):
         with torch.cuda.stream(streams[number % 3]):
-            out = handle.dispatch(DispatchInputParams([x]))
-            rows = reference_rows(fleet, out)
-            ys.append(handle.combine(made(rows)).x)
+            ys.append(whole_step())
     torch.cuda.synchronize()
     return all(torch.equal(y, want) for y in ys)
 
