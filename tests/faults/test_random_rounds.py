@@ -1,4 +1,4 @@
-"""Forty random rounds: kills, stops, late ranks, deaths while deciding, double faults, readmissions, replacements."""
+"""Sixty random rounds: kills, stops, late ranks, deaths while deciding, double faults, readmissions, replacements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from moefleet.chaos import run_rounds
 from moefleet.chaos.report import Totals
 
-ROUNDS = 20
+ROUNDS = 30
 
 
 def rounds_of(seed: int) -> list[dict[str, Any]]:
