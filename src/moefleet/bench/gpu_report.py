@@ -129,23 +129,28 @@ def gpu_table(found: Sequence[GpuRecord], run: GpuRun) -> Table:
 
 
 def gpu_plot(found: Sequence[GpuRecord], path: Path) -> None:
-    """A panel for each case: a bar for each candidate, and a line at what the links alone would take."""
+    """A panel for each case: a bar for each candidate, and a line at what the links alone would take. The axis is
+    logarithmic where bars would not be seen beside others."""
     cases = list(dict.fromkeys((r.layout, r.tokens, r.routing) for r in found))
     from matplotlib.figure import Figure
 
-    picture = Figure(layout="constrained", figsize=(3.2 * len(cases), 3.6))
+    across = min(len(cases), 4)
+    down = -(-len(cases) // across)
+    picture = Figure(layout="constrained", figsize=(3.2 * across, 3.6 * down))
     for place, key in enumerate(cases, 1):
-        axes = picture.add_subplot(1, len(cases), place)
+        axes = picture.add_subplot(down, across, place)
         mine = [r for r in found if (r.layout, r.tokens, r.routing) == key]
         heights = [r.graph_us or r.eager_us or 0.0 for r in mine]
         bars = axes.bar(range(len(mine)), heights, color=["#2a6f97", *["#9a9a9a"] * (len(mine) - 1)])
         axes.bar_label(bars, [f"{h:.0f}" + ("" if r.graph_us else " eager") for h, r in zip(heights, mine)], fontsize=7)
         axes.set_xticks(range(len(mine)), [r.candidate for r in mine], rotation=30, ha="right", fontsize=7)
         axes.set_title(f"{key[0]}, T = {key[1]}, {key[2]}", fontsize=8)
+        if max(heights) > 20 * min(heights):
+            axes.set_yscale("log")
         if mine[0].floor_us:
             axes.axhline(mine[0].floor_us, color="#e07a5f", linestyle="--", linewidth=1, label="links alone")
             axes.legend(fontsize=7)
-        if place == 1:
+        if place % across == 1 % across:
             axes.set_ylabel("µs per step, slowest rank")
     picture.savefig(path, dpi=150)
 
