@@ -14,9 +14,11 @@ import torch
 from typer.testing import CliRunner
 
 import moefleet
+from moefleet import EpAlgorithm, FleetParams
 from moefleet.cli import app
 from moefleet.doctor import Backend, backends, examine, kernels, machine, transports, versions
 from moefleet.fleet import Capability, registry
+from moefleet.transports.nvlink import memory_bytes
 
 PLUGIN = Path(__file__).parents[1] / "fleet" / "plugin"
 
@@ -42,6 +44,7 @@ def test_tables() -> None:
     assert result.exit_code == 0, result.output
     for text in ("Machine", "cores", "Packages", torch.__version__, "Transports", "shm", "Kernels", "grouped_gemm"):
         assert text in result.output
+    assert "Most memory of a rank" in result.output and "4096" in result.output
     assert "max world size" in result.output and "expert_major" in result.output
     assert '"auto" prefers' in result.output
     assert "max world size" not in doctor().output
@@ -64,6 +67,9 @@ def test_json() -> None:
     assert by_name[found["auto"]]["available"]
     assert by_name["torch_dist"]["limits"]["device_types"] == ["cpu", "cuda"]
     assert by_name["torch_dist"]["limits"]["layouts"] == ["expert_major", "flat", "rank_major"]
+    flat = next(each for each in found["fleets"] if each["layout"] == "flat")
+    params = FleetParams(256, 4096, 7168, algorithm=EpAlgorithm.HIGH_THROUGHPUT, max_topk=8)
+    assert flat["at_most"]["nvlink"] == memory_bytes(params, 8)["total"] < 2e9
     assert {"grouped_gemm", "identity"} <= {each["name"] for each in found["kernels"]}
 
 

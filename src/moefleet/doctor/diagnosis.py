@@ -8,6 +8,7 @@ from typing import Any
 from .. import native
 from ..fleet import Limits
 from .backends import Backend, kernels, transports
+from .fleets import FleetSize, fleet_sizes
 from .machine import Machine, look
 from .versions import Package, packages
 
@@ -21,6 +22,7 @@ class Diagnosis:
         helper: the compiled helper of CPU ranks, or why they do without.
         packages: versions.
         transports, kernels: backends, usable or not.
+        fleets: what Fleets of common sizes would take, on any machine.
     """
 
     machine: Machine
@@ -28,6 +30,7 @@ class Diagnosis:
     packages: tuple[Package, ...]
     transports: tuple[Backend, ...]
     kernels: tuple[Backend, ...]
+    fleets: tuple[FleetSize, ...]
 
     @property
     def healthy(self) -> bool:
@@ -49,12 +52,13 @@ class Diagnosis:
             "packages": [asdict(each) for each in self.packages],
             "transports": [_backend(each) for each in self.transports],
             "kernels": [_backend(each) for each in self.kernels],
+            "fleets": [asdict(each) for each in self.fleets],
         }
 
 
 def examine() -> Diagnosis:
     """Look at everything. Takes what importing every backend takes, and compiles the helper if that was never done."""
-    return Diagnosis(look(), native.status(), packages(), transports(), kernels())
+    return Diagnosis(look(), native.status(), packages(), transports(), kernels(), fleet_sizes())
 
 
 def limits_in_words(limits: Limits) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ..native import Status
 from ..plan.words import in_bytes
 from .backends import Backend
 from .diagnosis import Diagnosis, limits_in_words
+from .fleets import EXPERTS, HIDDEN, TOPK, WORLD, FleetSize
 from .machine import Machine
 from .versions import Package
 
@@ -27,6 +28,7 @@ def show(console: Console, found: Diagnosis, limits: bool = False) -> None:
     if limits:
         console.print(limits_table(found.transports))
     console.print(backends_table("Kernels", found.kernels))
+    console.print(fleets_table(found.fleets))
     console.print(verdict(found))
 
 
@@ -93,6 +95,20 @@ def limits_table(backends: tuple[Backend, ...]) -> Table:
     bounds = [limits_in_words(each.limits) for each in known if each.limits is not None]
     for name in bounds[0] if bounds else ():
         table.add_row(name.replace("_", " "), *(Text(_words(of[name])) for of in bounds))
+    return table
+
+
+def fleets_table(fleets: tuple[FleetSize, ...]) -> Table:
+    """A line for each size, a column for each transport."""
+    table = _table(f"Most memory of a rank: W {WORLD}, E {EXPERTS}, K {TOPK}, H {HIDDEN}, bfloat16")
+    table.add_column("layout", no_wrap=True)
+    table.add_column("M", justify="right")
+    names = sorted({name for each in fleets for name in each.at_most})
+    for name in names:
+        table.add_column(name, justify="right")
+    for each in fleets:
+        sizes = (in_bytes(each.at_most[name]) if name in each.at_most else "" for name in names)
+        table.add_row(each.layout, str(each.max_tokens_per_rank), *sizes)
     return table
 
 
