@@ -19,7 +19,7 @@ from moefleet.config import BootstrapConfig, EpAlgorithm, EpLayout, FleetParams
 from moefleet.errors import MoEEpConfigError, MoEEpError, config_error
 from moefleet.placement import NO_OWNER, Placement
 from moefleet.routing import check_topk_ids, check_topk_weights
-from moefleet.tensors import DispatchOutput, check_tensor
+from moefleet.tensors import DispatchOutput, check_tensor, is_plain
 from moefleet.weights import MoEWeightPack, PrequantizedMoEWeights, UnquantizedMoEWeights
 
 CPU = torch.device("cpu")
@@ -249,6 +249,14 @@ class TestTensors:
         for fine in (None, torch.device("cuda"), torch.device("cuda:1")):
             assert check_tensor("x", x, **check, device=fine) is x
         assert check_tensor("x", torch.zeros(1), **check, device=torch.device("cpu:0")) is not None
+
+    def test_what_is_plain(self) -> None:
+        x, like = torch.zeros(2, 3), ((2, 3), (torch.float32,), CPU)
+        assert is_plain(x, *like)
+        with FakeTensorMode():
+            elsewhere = torch.empty(2, 3, device="cuda:1")
+        others = [None, [x], x[:1], x.double(), x.T.contiguous().T, x.clone().requires_grad_(), elsewhere]
+        assert not any(is_plain(other, *like) for other in [*others, torch.nn.Parameter(x), x.to("meta")])
 
     def test_get_num_tokens(self) -> None:
         rows = torch.zeros(2, 4, 3)

@@ -140,6 +140,16 @@ def test_a_cache_folder_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, apa
 
 
 @needs_the_helper
+def test_one_that_was_cut_off_is_made_anew(apart: Path) -> None:
+    """As after a crash of the machine: found, not loadable, replaced."""
+    load_elsewhere = build.cache_folder() / build.key(build.shutil.which("cc") or "")
+    load_elsewhere.mkdir(mode=0o700, parents=True)
+    (load_elsewhere / "moefleet.so").touch(mode=0o700)
+    for folder in (apart, load_elsewhere):
+        folder.chmod(0o700)
+    assert native.status().path == load_elsewhere / "moefleet.so"
+
+
 def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(build.declare.__globals__["CALLS"], "absent", (None, ()))
     with pytest.raises(CannotBuild, match="it has no moefleet_absent"):

@@ -61,7 +61,7 @@ def test_what_is_committed_already_costs_no_wait() -> None:
     ranks[1].commit(DISPATCH, 3), ranks[2].commit(DISPATCH, 5)
     assert ranks[0].wait([1, 2], DISPATCH, 3) == []
     assert ranks[0].wait([], DISPATCH, 99) == []
-    assert ranks[0].waited_s == [0.0, 0.0, 0.0]
+    assert ranks[0].waited_s.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_who_has_looked_long_enough_sleeps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

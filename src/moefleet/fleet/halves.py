@@ -30,6 +30,7 @@ from ..tensors import (
     DispatchOutput,
     HandleParams,
     check_tensor,
+    is_plain,
 )
 from .base import Handle
 
@@ -156,20 +157,20 @@ class HalvesHandle(Handle, Generic[F, S]):
             raise
 
     def dispatch(self, params: DispatchInputParams) -> DispatchOutput:
-        self.dispatch_send_only(params)
-        return self._opened().output if self._split else self.dispatch_recv_only()
+        if self._split:
+            self.dispatch_send_only(params)
+            return self._opened().output
+        open_, tokens, scales = self._start(params)
+        with self._failing_alone:
+            self._send_tokens(open_, tokens, scales)
+            self._receive_tokens(open_)
+            self._phase = Phase.RECEIVED
+        return open_.output
 
     def dispatch_send_only(self, params: DispatchInputParams) -> None:
-        self._expect(Phase.IDLE, "dispatch")
-        try:
-            tokens, scales = self._check_input(params)
-        except MoEEpConfigError as error:
-            self._fail_next(error)
-            raise
-        step = self._fleet.steps.begin()
-        self._open = self._open_step(step, tokens.dtype, None if scales is None else scales.dtype)
+        open_, tokens, scales = self._start(params)
         with self._failing_alone:
-            self._send_tokens(self._open, tokens, scales)
+            self._send_tokens(open_, tokens, scales)
             self._phase = Phase.DISPATCH_SENT
 
     def dispatch_recv_only(self) -> DispatchOutput:
@@ -181,9 +182,13 @@ class HalvesHandle(Handle, Generic[F, S]):
         return open_.output
 
     def combine(self, params: CombineInputParams) -> CombineOutput:
-        self.combine_send_only(params)
         if not self._split:
-            return self.combine_recv_only()
+            self._expect(Phase.RECEIVED, "combine")
+            open_ = self._opened()
+            with self._failing_alone:
+                self._give(params, open_)
+                return self._take(open_)
+        self.combine_send_only(params)
         open_ = self._opened()
         if open_.result is None:
             shape = (self._shape[0], self._fleet.params.token_hidden_size)
@@ -194,21 +199,14 @@ class HalvesHandle(Handle, Generic[F, S]):
         self._expect(Phase.RECEIVED, "combine")
         open_ = self._opened()
         with self._failing_alone:
-            rows, open_.result = self._check_rows(params, open_)
-            open_.dtype = rows.dtype
-            self._send_rows(open_, rows)
+            self._give(params, open_)
             self._phase = Phase.COMBINE_SENT
 
     def combine_recv_only(self) -> CombineOutput:
         self._expect(Phase.COMBINE_SENT, "combine_recv_only")
         open_ = self._opened()
         with self._failing_alone:
-            summed = self._receive_rows(open_)
-            if open_.result is not None:
-                summed = open_.result.copy_(summed)
-        self._open, self._phase = None, Phase.IDLE
-        self._fleet.steps.close(open_.step)
-        return CombineOutput(summed)
+            return self._take(open_)
 
     def complete(self) -> None:
         if self._phase is Phase.DISPATCH_SENT:
@@ -229,6 +227,33 @@ class HalvesHandle(Handle, Generic[F, S]):
             self._fleet.failed_steps += 1
             self._fleet.steps.fail(self._open.step, error)
         self._open, self._phase = None, Phase.IDLE
+
+    def _start(self, params: DispatchInputParams) -> tuple[S, torch.Tensor, torch.Tensor | None]:
+        """Check what dispatch was given, and open the step."""
+        self._expect(Phase.IDLE, "dispatch")
+        try:
+            tokens, scales = self._check_input(params)
+        except MoEEpConfigError as error:
+            self._fail_next(error)
+            raise
+        step = self._fleet.steps.begin()
+        self._open = open_ = self._open_step(step, tokens.dtype, None if scales is None else scales.dtype)
+        return open_, tokens, scales
+
+    def _give(self, params: CombineInputParams, open_: S) -> None:
+        """Check what combine was given, and send it."""
+        rows, open_.result = self._check_rows(params, open_)
+        open_.dtype = rows.dtype
+        self._send_rows(open_, rows)
+
+    def _take(self, open_: S) -> CombineOutput:
+        """Receive the result, and close the step."""
+        summed, result = self._receive_rows(open_), open_.result
+        if result is not None and result is not summed:
+            summed = result.copy_(summed)
+        self._open, self._phase = None, Phase.IDLE
+        self._fleet.steps.close(open_.step)
+        return CombineOutput(summed)
 
     def _fail_next(self, error: BaseException) -> None:
         self._fleet.failed_steps += 1
@@ -272,7 +297,10 @@ class HalvesHandle(Handle, Generic[F, S]):
 
     def _check_input(self, params: DispatchInputParams) -> tuple[torch.Tensor, torch.Tensor | None]:
         p, count, device = self._fleet.params, self._shape[0], self._fleet.device
+        shape, dtypes = (count, p.token_hidden_size), self._fleet.row_dtypes
         want = 2 if p.scale_bytes_per_token else 1
+        if want == len(params.x) == 1 and is_plain(params.x[0], shape, dtypes, device):
+            return params.x[0], None
         if len(params.x) != want:
             raise config_error(
                 "DispatchInputParams.x",
@@ -280,8 +308,7 @@ class HalvesHandle(Handle, Generic[F, S]):
                 "[tokens, scales]" if want == 2 else "[tokens]",
                 f"scale_bytes_per_token is {p.scale_bytes_per_token}",
             )
-        shape = (count, p.token_hidden_size)
-        check_tensor("DispatchInputParams.x[0]", params.x[0], shape=shape, dtypes=self._fleet.row_dtypes, device=device)
+        check_tensor("DispatchInputParams.x[0]", params.x[0], shape=shape, dtypes=dtypes, device=device)
         if want == 1:
             return params.x[0].detach(), None
         scales = params.x[1]
@@ -299,6 +326,8 @@ class HalvesHandle(Handle, Generic[F, S]):
             raise config_error("CombineInputParams.x", f"{len(params.x)} tensors", "[rows]")
         rows, out, device = params.x[0], params.out, self._fleet.device
         shape, dtypes = open_.output.expert_tensors.shape, DTYPES[self._fleet.params.combine_bytes]
+        if out is None and is_plain(rows, shape, dtypes, device):
+            return rows, None
         check_tensor("CombineInputParams.x[0]", rows, shape=shape, dtypes=dtypes, device=device)
         if out is not None:
             want = (self._shape[0], rows.shape[-1])

@@ -25,6 +25,7 @@ FOR_THIS_PROCESSOR = "-march=native"
 """Left out where the compiler refuses it."""
 COMPILE_S = 30.0
 LOCKED_S = 2 * COMPILE_S + 5.0
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class CannotBuild(Exception):
@@ -42,7 +43,7 @@ def load() -> tuple[ctypes.CDLL, Path]:
         raise CannotBuild(f"no C compiler: none of {', '.join(COMPILERS)} is on PATH")
     try:
         return _load_from(cache_folder(), compiler)
-    except (OSError, RuntimeError):  # no home, a full or read-only one, or one that nothing may be run from
+    except (OSError, RuntimeError, CannotBuild):  # no home, a full or read-only one, or nothing may be run from it
         pass
     with tempfile.TemporaryDirectory(prefix="moefleet-") as folder:  # what is loaded stays loaded
         try:
@@ -80,18 +81,28 @@ def _load_from(cache: Path, compiler: str) -> tuple[ctypes.CDLL, Path]:
         each.mkdir(mode=0o700, exist_ok=True)
         _require_ours(each)
     path = folder / "moefleet.so"
-    if not path.exists():
-        with _alone_in(folder):
-            if not path.exists():  # nobody else made it meanwhile
-                _compile(compiler, path)
-    return declare(ctypes.CDLL(str(path))), path
+    with contextlib.suppress(OSError):  # it is not there, or was cut off by a crash
+        return _open(path), path
+    with _alone_in(folder):
+        with contextlib.suppress(OSError):  # somebody else made it meanwhile
+            return _open(path), path
+        _compile(compiler, path)
+    return _open(path), path
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    path.stat()  # a library that this process has loaded is found under its name even after it was removed
+    return declare(ctypes.CDLL(str(path)))
 
 
 def _require_ours(folder: Path) -> None:
-    """What is loaded from here runs as this user, so nobody else may be able to write here."""
-    about = folder.stat()
-    if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    """What is loaded from here runs as this user, so nobody else may be able to write here, or to put another folder in
+    its place."""
+    about, above = folder.stat(), folder.parent.stat()
+    if about.st_uid != os.geteuid() or about.st_mode & _OTHERS:
         raise OSError(f"{folder} is not this user's alone")
+    if above.st_mode & _OTHERS and not above.st_mode & stat.S_ISVTX:
+        raise OSError(f"{folder.parent} lets others rename what is in it")
 
 
 @contextlib.contextmanager
@@ -122,6 +133,8 @@ def _compile(compiler: str, path: Path) -> None:
         problem = _run([*command, FOR_THIS_PROCESSOR]) and _run(command)
         if problem:
             raise CannotBuild(problem)
+        with open(unfinished, "rb") as made:
+            os.fsync(made)
         os.replace(unfinished, path)
     finally:
         with contextlib.suppress(FileNotFoundError):

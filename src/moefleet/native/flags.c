@@ -10,6 +10,7 @@
 #include <time.h>
 
 /* substrate/control.py has the same, and says what it means. */
+enum { WAITING_ON = 7 };
 typedef struct {
     int64_t generation, round, step, operation, topk, dtype, failed, origin, length;
     uint8_t mask[MAX_RANKS / 8];
@@ -28,8 +29,8 @@ static Header *header(const Fleet *fleet, int64_t rank, int64_t at)
 
 /* Write this rank's header at byte `at` of its segment, and let the peers see all that it wrote for the phase.
 
-   mask: whom it trusts, as bits; everybody: whether that is all. Returns whether sleepers are to be woken: who comes
-   last wakes those that need not sleep any more. */
+   mask: whom it trusts, as bits; everybody: whether that is all. Returns whether there are sleepers to be woken: who
+   comes last wakes those that need not sleep any more. */
 int64_t moefleet_commit(const Fleet *fleet, int64_t flag, int64_t at, int64_t generation, int64_t round, int64_t step,
                         int64_t operation, int64_t tokens, int64_t topk, int64_t dtype, const uint8_t *mask,
                         int64_t everybody)
@@ -43,7 +44,10 @@ int64_t moefleet_commit(const Fleet *fleet, int64_t flag, int64_t at, int64_t ge
         for (int64_t rank = 0; rank < fleet->world; rank++)
             if (atomic_load_explicit(word(fleet, rank, flag), memory_order_relaxed) < (uint64_t)step)
                 return 0;
-    return 1;
+    for (int64_t rank = 0; rank < fleet->world; rank++)
+        if (atomic_load_explicit(word(fleet, rank, WAITING_ON), memory_order_relaxed))
+            return 1;
+    return 0;
 }
 
 static double now(void)

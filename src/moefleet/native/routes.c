@@ -16,6 +16,27 @@ static int64_t looked_up(const int64_t *table, int32_t id, int64_t experts)
     return table[(uint32_t)id < (uint64_t)experts ? id : experts];
 }
 
+/* Copy routing: ids of 8 bytes (wide) or 4, and weights. Returns 0, and copies nothing, where an id is none of -1 to
+   experts - 1. */
+int64_t moefleet_read(const void *ids, int64_t wide, const float *weights, int64_t slots, int64_t experts,
+                      int32_t *ids_to, float *weights_to)
+{
+    const int64_t *wide_ids = ids;
+    const int32_t *short_ids = ids;
+    int bad = 0;
+    for (int64_t slot = 0; slot < slots; slot++) {
+        int64_t id = wide ? wide_ids[slot] : short_ids[slot];
+        bad |= id < -1 || id >= experts;
+    }
+    if (bad)
+        return 0;
+    for (int64_t slot = 0; slot < slots; slot++)
+        ids_to[slot] = wide ? (int32_t)wide_ids[slot] : short_ids[slot];
+    if (slots)
+        memcpy(weights_to, weights, (size_t)slots * 4);
+    return 1;
+}
+
 /* Put this rank's tokens, scales and routing where all can read them. */
 void moefleet_store(Fleet *fleet, int64_t set, int64_t count, const char *tokens, int64_t pitch, const char *scales,
                     int64_t scale_pitch, const int32_t *ids, const float *weights, int64_t topk)
@@ -25,8 +46,11 @@ void moefleet_store(Fleet *fleet, int64_t set, int64_t count, const char *tokens
     int64_t bytes = fleet->row_bytes, slots = count * topk;
     int stream = streams(fleet, count * bytes, to);
     stream_fence(stream);
-    for (int64_t t = 0; t < count; t++)
-        copy_row(to + t * bytes, tokens + t * pitch, tokens + (t + (t + 1 < count)) * pitch, bytes, stream);
+    if (pitch == bytes && !stream)
+        memcpy(to, tokens, (size_t)(count * bytes)); /* faster than row after row */
+    else
+        for (int64_t t = 0; t < count; t++)
+            copy_row(to + t * bytes, tokens + t * pitch, tokens + (t + (t + 1 < count)) * pitch, bytes, stream);
     if (scales)
         for (int64_t t = 0; t < count; t++)
             memcpy(mine + fleet->scales[set] + t * fleet->scale_bytes, scales + t * scale_pitch,

@@ -44,6 +44,7 @@ class InboxStruct(ctypes.Structure):
 
 
 CALLS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "read": (c_int64, (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
     "store": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
     "arrive": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p, c_int64)),
     "gather": (None, (c_void_p, c_void_p, c_int64)),

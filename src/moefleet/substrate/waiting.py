@@ -69,7 +69,8 @@ class Waiter:
         self._mine = blocks[rank]
         self._faults = faults
         self.dead = bytearray(len(blocks)) if dead is None else dead
-        self.waited_s = [0.0] * len(blocks)
+        self.waited_s: npt.NDArray[np.float64] = np.zeros(len(blocks))
+        """Seconds spent waiting for each rank, for several at once counted for each."""
 
     def mark(self, operation: Operation, step: int) -> None:
         """Publish a phase that hardly anybody waits for: whoever does looks often."""

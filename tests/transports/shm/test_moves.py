@@ -235,3 +235,20 @@ def test_what_peers_say_is_taken_within_bounds() -> None:
         ranks[1].buffers.sets[0].offsets[:] = wrong
         summed, _ = ranks[0].moves.sum(ranks[0].buffers.sets[0], routings[0], 0b10, torch.float32, None, False)
         assert not summed.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_routing_is_checked_and_copied_at_once(dtype: torch.dtype) -> None:
+    params, placement = params_of(EpLayout.FLAT, 6, 4, 16, dtype_bytes=4, max_topk=3), Placement.contiguous(6, 1)
+    moves = world_of(params, placement, in_c=True)[0].moves
+    ids, weights = torch.tensor([[5, -1, 0], [2, 2, 3]], dtype=dtype), torch.rand(2, 3)
+    routing = Routing(torch.zeros_like(ids), torch.zeros_like(weights))
+    for wrong in (6, -2, torch.iinfo(dtype).max, torch.iinfo(dtype).min):
+        bad = ids.clone()
+        bad[1, 2] = wrong
+        assert not moves.read(routing, bad, weights)
+        assert not routing.ids.any() and not routing.weights.any(), "nothing has changed"
+    assert moves.read(routing, ids, weights)
+    assert routing.ids.tolist() == ids.tolist() and routing.weights.tolist() == weights.tolist()
+    none = Routing(ids[:0], weights[:0])
+    assert moves.read(none, ids[:0], weights[:0])

@@ -76,9 +76,12 @@ class Buffers(Generic[I]):
 
     def inbox(self, step: int, open_steps: Container[int]) -> I:
         """The inbox that step ``step`` receives into: the last used of those that no open step needs."""
-        free = next(i for i, (user, _) in enumerate(self.inboxes) if user not in open_steps)
-        _, inbox = self.inboxes.pop(free)
-        self.inboxes.insert(0, (step, inbox))
+        user, inbox = self.inboxes[0]
+        if user in open_steps:
+            free = next(i for i, (user, _) in enumerate(self.inboxes) if user not in open_steps)
+            self.inboxes[0], self.inboxes[free] = self.inboxes[free], self.inboxes[0]
+            _, inbox = self.inboxes[0]
+        self.inboxes[0] = step, inbox
         return inbox
 
     @classmethod

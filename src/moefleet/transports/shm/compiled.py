@@ -21,6 +21,7 @@ from ...tensors import DispatchOutput
 from .buffers import BufferSet
 from .layout import SegmentLayout
 from .moves import Moves, Routing
+from .quick import Tokens
 
 _LAYOUTS = {EpLayout.EXPERT_MAJOR: 0, EpLayout.RANK_MAJOR: 1, EpLayout.FLAT: 2}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -93,7 +94,7 @@ class NativeMoves(Moves[NativeInbox]):
         world, num_local = self._world, placement.num_local(rank)
         self._segments, self._hidden = segments, params.token_hidden_size
         self._expert_rows = np.zeros(num_local, np.int64)
-        self._tokens = (ctypes.c_int64 * world)()
+        self._tokens_type = ctypes.c_int64 * world
         self._all_present = _as_bits(self._everybody)
         self._struct = FleetStruct(
             base=segments.address,
@@ -128,6 +129,7 @@ class NativeMoves(Moves[NativeInbox]):
         self._store, self._arrive, self._gather = (
             library.moefleet_store, library.moefleet_arrive, library.moefleet_gather,
         )  # fmt: skip
+        self._read, self._experts = library.moefleet_read, params.num_experts
         self._give, self._sum = library.moefleet_give, library.moefleet_sum
 
     def tokens_per_expert(self) -> list[int]:
@@ -136,6 +138,15 @@ class NativeMoves(Moves[NativeInbox]):
     def set_owners(self, owners: Ints) -> None:
         super().set_owners(owners)
         self._struct.owner = owners.ctypes.data
+
+    def read(self, routing: Routing, ids: torch.Tensor, weights: torch.Tensor) -> bool:
+        if not self._read(
+            ids.data_ptr(), ids.dtype is torch.int64, weights.data_ptr(), routing.ids.size, self._experts,
+            routing.ids_at, routing.weights_at,
+        ):  # fmt: skip
+            return False
+        routing.back = None
+        return True
 
     def store(self, at: BufferSet, tokens: torch.Tensor, scales: torch.Tensor | None, routing: Routing) -> None:
         scale_at, scale_pitch = None, 0
@@ -149,9 +160,10 @@ class NativeMoves(Moves[NativeInbox]):
             routing.ids_at, routing.weights_at, topk,
         )  # fmt: skip
 
-    def arrive(self, at: BufferSet, inbox: NativeInbox, tokens: list[int], present: int, topk: int) -> int:
-        self._tokens[:] = tokens  # type: ignore[assignment]  # ctypes takes whole numbers
-        return self._arrive(self.address, inbox.address, at.parity, self._tokens, topk)
+    def arrive(self, at: BufferSet, inbox: NativeInbox, tokens: list[int] | Tokens, present: int, topk: int) -> int:
+        if isinstance(tokens, list):
+            tokens = self._tokens_type(*tokens)
+        return self._arrive(self.address, inbox.address, at.parity, tokens, topk)
 
     def gather(self, at: BufferSet, inbox: NativeInbox, dtype: torch.dtype) -> None:
         self._gather(self.address, inbox.address, at.parity)
@@ -171,7 +183,7 @@ class NativeMoves(Moves[NativeInbox]):
     ) -> tuple[torch.Tensor, bool]:
         count, topk = routing.ids.shape
         if out is None or not out.is_contiguous():
-            out = torch.empty(count, self._hidden, dtype=dtype)
+            out = at.tokens[dtype].new_empty(count, self._hidden)
         bits = self._all_present if present == self._everybody else _as_bits(present)
         unserved = self._sum(
             self.address, at.parity, _TYPES[dtype], routing.ids_at, count, topk, bits, checked, out.data_ptr()

@@ -83,6 +83,10 @@ class ShmFleet(FaultTolerantFleet):
         self.require_alive()
         return ShmHandle(self, params, algo_knobs)
 
+    def require_alive(self) -> None:
+        if self.group.closed or self.faults.evicted:
+            super().require_alive()
+
     def destroy(self) -> None:
         self.group.close()
 
@@ -116,7 +120,7 @@ class ShmFleet(FaultTolerantFleet):
             "rows_sent": given,
             "bytes_received": row_bytes(self.row_format, there=taken, back=given),
             "bytes_sent": row_bytes(self.row_format, there=given, back=taken),
-            "waited_s": list(self.group.waiter.waited_s),
+            "waited_s": self.group.waiter.waited_s.tolist(),
             "bad_ids": 0,
             "native": self.moves.in_c,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,15 +10,19 @@ import numpy as np
 import torch
 
 from ...fleet.halves import HalvesHandle, OpenStep, Phase
+from ...knobs import HandleAlgoKnob, HandleAlgoKnobTopKWeights
 from ...substrate.control import SETS, Operation
 from ...substrate.inbox import Inbox
 from ...substrate.rowtypes import row_code
+from ...tensors import HandleParams, is_plain
 from . import low_precision
 from .buffers import BufferSet
 from .moves import Routing
 
 if TYPE_CHECKING:
     from .fleet import ShmFleet  # noqa: F401 - named in a string below
+
+_IDS, _WEIGHTS = (torch.int32, torch.int64), (torch.float32,)
 
 
 @dataclass(kw_only=True)
@@ -35,6 +40,22 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
     """See :class:`moefleet.fleet.Handle` for the contract."""
 
     _routing: Routing | None = None
+
+    def update(self, params: HandleParams, algo_knobs: Sequence[HandleAlgoKnob] = ()) -> None:
+        weights = None if algo_knobs else self._given_weights
+        if len(algo_knobs) == 1 and type(algo_knobs[0]) is HandleAlgoKnobTopKWeights:
+            weights = algo_knobs[0].weights
+        self._expect(Phase.IDLE, "update")
+        fleet, routing, ids = self._fleet, self._routed(), params.topk_ids
+        if (
+            weights is not None
+            and is_plain(ids, self._shape, _IDS, fleet.device)
+            and is_plain(weights, self._shape, _WEIGHTS, fleet.device)
+            and fleet.moves.read(routing, ids, weights)
+        ):
+            self._given_weights = weights
+        else:
+            super().update(params, algo_knobs)
 
     def combine_buffer(self) -> torch.Tensor | None:
         self._expect(Phase.RECEIVED, "combine_buffer")
@@ -56,7 +77,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
 
     def _open_step(self, step: int, dtype: torch.dtype, scale_dtype: torch.dtype | None) -> ShmStep:
         buffers = self._fleet.buffers
-        inbox = buffers.inbox(step, self._fleet.steps.open - {step})
+        inbox = buffers.inbox(step, self._fleet.steps.open)
         if self._fleet.row_format.quantised:
             scale_dtype = torch.float32
             output = low_precision.shown(inbox.output(dtype, self._shape[1], scale_dtype))

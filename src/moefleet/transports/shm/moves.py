@@ -13,6 +13,7 @@ from ...config import FleetParams
 from ...placement import Placement
 from ...substrate.routes import Homecoming, Ints
 from .buffers import BufferSet, I
+from .quick import Tokens
 
 
 class Routing:
@@ -68,12 +69,20 @@ class Moves(ABC, Generic[I]):
         """Who serves from now on: other ranks are masked now."""
         self.owners = owners
 
+    def read(self, routing: Routing, ids: torch.Tensor, weights: torch.Tensor) -> bool:
+        """Check and copy in one go plain ids ``[T, K]`` (int32 or int64) and float32 weights ``[T, K]``.
+
+        Returns:
+            Whether it was done. If not, nothing has changed, and the long way finds out whether something is wrong.
+        """
+        return False
+
     @abstractmethod
     def store(self, at: BufferSet, tokens: torch.Tensor, scales: torch.Tensor | None, routing: Routing) -> None:
         """Put this rank's tokens ``[T, H]``, scales ``[T, any]`` and routing where all can read them."""
 
     @abstractmethod
-    def arrive(self, at: BufferSet, inbox: I, tokens: list[int], present: int, topk: int) -> int:
+    def arrive(self, at: BufferSet, inbox: I, tokens: list[int] | Tokens, present: int, topk: int) -> int:
         """Find the rows that are for this rank, and say how many they are.
 
         Args:

@@ -13,6 +13,7 @@ from ...substrate.routes import Arrivals, ExpertBlocks, Homecoming, Ints, arriva
 from ...substrate.tally import ExpertTally
 from .buffers import Buffers, BufferSet
 from .moves import Moves, Routing
+from .quick import Tokens
 
 
 class PortableInbox(Inbox):
@@ -51,7 +52,7 @@ class PortableMoves(Moves[PortableInbox]):
             at.ids[slots:used] = -1
         self._used[at.parity] = slots
 
-    def arrive(self, at: BufferSet, inbox: PortableInbox, tokens: list[int], present: int, topk: int) -> int:
+    def arrive(self, at: BufferSet, inbox: PortableInbox, tokens: list[int] | Tokens, present: int, topk: int) -> int:
         most = max(tokens)
         ids = at.all_ids[:, : most * topk].reshape(-1, topk)
         if present != self._everybody:

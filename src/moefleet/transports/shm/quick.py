@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import TypeAlias
 
 from ...substrate.control import MASK_BYTES, SETS, Operation, Word, flag_word
 from ...substrate.faults import FaultState
@@ -12,7 +13,13 @@ from .layout import SegmentLayout
 MOST_SPIN_S = 0.005
 """Longest look in C: signals, such as Ctrl-C, wait for its end."""
 
+Tokens: TypeAlias = "ctypes.Array[ctypes.c_int64]"
+"""``[W]`` numbers of tokens, where C writes and reads them."""
+
 _FAILED = int(Word.FAILED)
+
+_PLACES = [[(flag_word(phase, step), SegmentLayout.header(phase, step)) for step in range(SETS)] for phase in Operation]
+"""Of each phase and set: the word that commits it, and where its header is. Nothing asks for those of NONE, CLOSED."""
 
 
 class QuickFlags:
@@ -31,33 +38,30 @@ class QuickFlags:
         self._commit, self._collect = library.moefleet_commit, library.moefleet_collect
         self._fleet, self._waiter, self._faults, self._generation = fleet, waiter, faults, generation
         self.spin_s = min(waiter.spin_s, MOST_SPIN_S)
-        self._waited = (ctypes.c_double * faults.world_size)()
+        self._waited = waiter.waited_s.ctypes.data
         self._tokens = (ctypes.c_int64 * faults.world_size)()
         self._bits: dict[int, bytes] = {}
 
     def commit(self, operation: Operation, step: int, tokens: int, topk: int, dtype: int) -> None:
         """Write the header and let the peers see this phase's data."""
-        faults, trusted = self._faults, self._faults.trusted
+        faults, trusted, (flag, header) = self._faults, self._faults.trusted, _PLACES[operation][step % SETS]
         if self._commit(
-            self._fleet, flag_word(operation, step), SegmentLayout.header(operation, step), self._generation,
-            faults.epoch, step, operation, tokens, topk, dtype, self._as_bits(trusted), trusted == faults.everybody,
+            self._fleet, flag, header, self._generation, faults.epoch, step, operation, tokens, topk, dtype,
+            self._bits.get(trusted) or self._as_bits(trusted), trusted == faults.everybody,
         ):  # fmt: skip
             self._waiter.wake_sleepers()
 
-    def collect(self, operation: Operation, step: int, taking: int) -> list[int] | None:
-        """Tokens ``[W]`` of each rank in ``taking`` (bits), if all of them come soon, agree, and none gave up."""
-        waited = self._waited
+    def collect(self, operation: Operation, step: int, taking: int) -> Tokens | None:
+        """Tokens ``[W]`` of each rank in ``taking`` (bits), if all of them come soon, agree, and none gave up.
+
+        They are good until the next call.
+        """
+        flag, header = _PLACES[operation][step % SETS]
         came = self._collect(
-            self._fleet, flag_word(operation, step), _FAILED + step % SETS, SegmentLayout.header(operation, step),
-            step, operation, self._as_bits(taking), self.spin_s, waited, self._tokens,
+            self._fleet, flag, _FAILED + step % SETS, header, step, operation,
+            self._bits.get(taking) or self._as_bits(taking), self.spin_s, self._waited, self._tokens,
         )  # fmt: skip
-        if any(waited):
-            for rank, seconds in enumerate(waited):
-                self._waiter.waited_s[rank] += seconds
-                waited[rank] = 0.0
-        return self._tokens[:] if came else None
+        return self._tokens if came else None
 
     def _as_bits(self, ranks: int) -> bytes:
-        if ranks not in self._bits:
-            self._bits[ranks] = ranks.to_bytes(MASK_BYTES, "little")
-        return self._bits[ranks]
+        return self._bits.setdefault(ranks, ranks.to_bytes(MASK_BYTES, "little"))

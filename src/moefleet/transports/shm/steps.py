@@ -10,7 +10,7 @@ from ...substrate.futex import fence, full_fence
 from ...substrate.group import HostGroup
 from ...substrate.rowtypes import code_name
 from .layout import SegmentLayout
-from .quick import QuickFlags
+from .quick import QuickFlags, Tokens
 
 _STATE, _STEP, _OPERATION, _FAILED = map(int, (Word.STATE, Word.STEP, Word.OPERATION, Word.FAILED))
 _WAITING_ON, _COMBINING = int(Word.WAITING_ON), int(Word.COMBINING)
@@ -58,16 +58,16 @@ class Steps:
             MoEEpConfigError: the step before last is still open; nothing is lost.
         """
         step = self._last + 1
-        if self.blocked:
+        if step - SETS in self.open:
             raise config_error(
                 "dispatch",
                 f"step {step} while step {step - SETS} is not combined",
                 f"at most {SETS} steps dispatched and not yet combined",
                 "combine (or destroy the handle of) the older one first",
             )
-        waiter = self._group.waiter
         if spoiled := self._spoiled[step % SETS]:
-            waiter.wait([peer for peer in self._others if self._faults.trusts(peer)], Operation.CLOSED, spoiled)
+            trusted = [peer for peer in self._others if self._faults.trusts(peer)]
+            self._group.waiter.wait(trusted, Operation.CLOSED, spoiled)
             self._spoiled[step % SETS] = 0
         self._last = step
         self.open.add(step)
@@ -89,14 +89,14 @@ class Steps:
         header.write(group.memory, self._segments[group.rank] + SegmentLayout.header(operation, step))
         group.waiter.commit(operation, step)
 
-    def collect(self, operation: Operation, step: int, among: int = -1) -> tuple[list[int], int]:
+    def collect(self, operation: Operation, step: int, among: int = -1) -> tuple[list[int] | Tokens, int]:
         """Wait for every rank's commit.
 
         Args:
             among: ranks that still count in this step, as bits: absent in dispatch is absent in combine.
 
         Returns:
-            Tokens of each rank, 0 for who is masked or missing, and who is present, as bits.
+            Tokens of each rank, 0 for who is masked or missing, until the next call; and who is present, as bits.
 
         Raises:
             MoEEpPeerError: a rank failed in this step, ended, is in another call, or brings other rows or another K.
@@ -167,7 +167,7 @@ class Steps:
 
     def write_combined(self, step: int) -> None:
         """Say that this rank is about to write over the rows that it combined for step ``step - 2``."""
-        self._group.waiter.publish(Word.COMBINING, step)
+        self._group.words[self._group.blocks[self._group.rank] + _COMBINING] = step
         fence()  # a reader that sees rows of this step sees its number too
 
     def overtaken(self, operation: Operation, step: int) -> bool:
