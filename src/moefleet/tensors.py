@@ -131,6 +131,7 @@ def is_plain(tensor: object, shape: Sequence[int], dtypes: Sequence[torch.dtype]
         and tensor.device == device
         and tensor.is_contiguous()
         and not tensor.requires_grad
+        and not tensor.is_neg()
     )
 
 

@@ -27,7 +27,7 @@ def test_ranks_write_what_one_process_does_and_both_are_timed(tmp_path: Path) ->
     pytest.importorskip("matplotlib")
     files = ("--json", str(tmp_path / "model.json"), "--plot", str(tmp_path / "model.svg"))
     small = ("--batch", "1,3", "--prompt-tokens", "4", "--new-tokens", "3", "--rounds", "2", "--threads", "1")
-    result = CliRunner().invoke(app, ["bench", "model", *small, "--validate", *files], env={"COLUMNS": "80"})
+    result = CliRunner().invoke(app, ["bench", "model", *small, "--validate", *files], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output
     found = [ModelRecord(**record) for record in json.loads((tmp_path / "model.json").read_text())]
     for batch in (1, 3):

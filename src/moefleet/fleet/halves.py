@@ -236,9 +236,18 @@ class HalvesHandle(Handle, Generic[F, S]):
         except MoEEpConfigError as error:
             self._fail_next(error)
             raise
-        step = self._fleet.steps.begin()
-        self._open = open_ = self._open_step(step, tokens.dtype, None if scales is None else scales.dtype)
+        self._open = open_ = self._opening(tokens, scales)
         return open_, tokens, scales
+
+    def _opening(self, tokens: torch.Tensor, scales: torch.Tensor | None) -> S:
+        """Begin the next step; what goes wrong then, such as memory that is not there, fails it."""
+        step = self._fleet.steps.begin()
+        try:
+            return self._open_step(step, tokens.dtype, None if scales is None else scales.dtype)
+        except BaseException as error:
+            self._fleet.failed_steps += 1
+            self._fleet.steps.fail(step, error)
+            raise
 
     def _give(self, params: CombineInputParams, open_: S) -> None:
         """Check what combine was given, and send it."""

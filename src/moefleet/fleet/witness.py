@@ -21,7 +21,10 @@ def seen(person: dict[str, Any]) -> str:
     """
     if not _host() or person["host"] != _host():
         return ""
-    state, born = _process(person["pid"])
+    try:
+        state, born = _process(person["pid"])
+    except OSError:
+        return ""
     if born != person["born"] or state in "ZX":
         return ENDED
     return STOPPED if state in "Tt" else ""
@@ -37,10 +40,14 @@ def _host() -> str:
 
 
 def _process(pid: int) -> tuple[str, str]:
-    """State letter and start time of a process; ``("X", "")`` if there is none."""
+    """State letter and start time of a process; ``("X", "")`` if there is none.
+
+    Raises:
+        OSError: it cannot be seen, as by a process that has no file descriptor left.
+    """
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as text:
             fields = text.read().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return "X", ""
     return fields[0], fields[19]

@@ -106,7 +106,7 @@ def test_steps() -> None:
     steps.close(c)
     steps.fail_next(ValueError())
     assert told == ["slot a", None]
-    assert steps.begun == 3
+    assert steps.begun == 4
 
 
 def test_a_step_waits_for_the_one_before_last() -> None:
@@ -117,7 +117,11 @@ def test_a_step_waits_for_the_one_before_last() -> None:
     with pytest.raises(MoEEpConfigError, match="step 1 of 2 is not combined"):
         steps.begin()
     steps.close(first)
-    steps.begin()
+    third = steps.begin()
+    steps.fail_next(ValueError())  # step 4, which no handle has
+    with pytest.raises(MoEEpConfigError, match="step 3 of 4 is not combined"):
+        steps.begin()
+    steps.close(third)
 
 
 def test_config() -> None:

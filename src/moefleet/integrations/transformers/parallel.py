@@ -257,9 +257,12 @@ def experts_forward(
     layer = getattr(module, LAYER, None)
     if layer is None:
         raise _destroyed()
-    if hidden_states.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
         raise config_error(
-            "hidden_states", "a tensor that requires a gradient", "inference", "run the model under torch.no_grad()"
+            "hidden_states and top_k_weights",
+            "a tensor that requires a gradient",
+            "inference",
+            "run the model under torch.no_grad()",
         )
     seat: Seat = getattr(module, SEAT)
     if seat.parallel.now_serving is not None:

@@ -124,6 +124,7 @@ class Engine:
         self._table = placement.physical_table.to(device=device, dtype=torch.int32)
         self.mask = torch.ones(world, dtype=torch.int32, device=device)
         self._slots = [self.new_slot() for _ in range(SLOTS)]
+        self._kept: list[torch.Tensor] = []
         self._places = firsts[-1]
         self._layout = _LAYOUT[params.resolved_layout]
         self._expert_major = params.layout is EpLayout.EXPERT_MAJOR
@@ -166,9 +167,9 @@ class Engine:
         """What its handles have bound for a slot; theirs to fill."""
         return self._bound.setdefault(slot.data_ptr(), {})
 
-    def return_slot(self, slot: torch.Tensor) -> None:
-        """Give a slot back, for the next handle."""
-        self._slots.append(slot)
+    def return_slot(self, slot: torch.Tensor, *, captured: bool = False) -> None:
+        """Give a slot back, for the next handle, or for as long as this engine lives to graphs that captured it."""
+        (self._kept if captured else self._slots).append(slot)
 
     def fail(self, slot: torch.Tensor, stream: int, *, fresh: bool, wait: bool = True) -> None:
         """Give up the step that ``slot`` dispatched, or (``fresh``) the next one."""

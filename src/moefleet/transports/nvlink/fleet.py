@@ -149,10 +149,10 @@ class NVLinkFleet(FaultTolerantFleet):
         """Whether there is nothing to raise: one look at two words."""
         return not (self._closed or self.engine.alarm_word() or self.faults.evicted)
 
-    def return_slot(self, slot: torch.Tensor) -> None:
-        """Take a handle's slot back, for the next one."""
+    def return_slot(self, slot: torch.Tensor, *, captured: bool = False) -> None:
+        """Take a handle's slot back, for the next one; one that was captured is kept for the graphs that use it."""
         if not self._closed:
-            self.engine.return_slot(slot)
+            self.engine.return_slot(slot, captured=captured)
 
     def _require_built(self) -> None:
         if self._closed:
@@ -192,8 +192,9 @@ class NVLinkFleet(FaultTolerantFleet):
 
     def ordered_stream(self) -> tuple[int, bool]:
         """The stream to launch on, after all earlier work of this Fleet, and whether it is being captured."""
-        stream = self.bootstrap.stream or torch._C._cuda_getCurrentRawStream(self.device.index)
-        captured = torch._C._cuda_isCurrentStreamCapturing()
+        stream, captured = self.bootstrap.stream, torch._C._cuda_isCurrentStreamCapturing()
+        if captured or not stream:
+            stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         if captured:
             self._last_stream = None
         elif stream != self._last_stream:

@@ -109,8 +109,8 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
 
     def destroy(self) -> None:
         super().destroy()
-        if self._slot is not None and not self._captured and self._generation == self._fleet.generation:
-            self._fleet.return_slot(self._slot)
+        if self._slot is not None and self._generation == self._fleet.generation:
+            self._fleet.return_slot(self._slot, captured=self._captured)
         self._slot = None
 
     def _ready(self, phase: Phase) -> bool:
@@ -139,10 +139,10 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
             try:
                 tokens, scales = self._check_input(params)
             except MoEEpConfigError as error:
-                self._fleet.steps.fail_next(error)
+                self._fail_next(error)
                 raise
         assert tokens is not None, "it was checked"
-        open_ = self._open_step(self._fleet.steps.begin(), tokens.dtype, None if scales is None else scales.dtype)
+        open_ = self._opening(tokens, scales)
         open_.sent, open_.scales, self._open = tokens, scales, open_
         return open_
 
@@ -235,6 +235,6 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
 
 def _kind(tensor: object) -> Hashable:
     """All that checks and kernels depend on, the numbers aside."""
-    if type(tensor) is not torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
         return None
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.data_ptr() & 15

@@ -88,3 +88,4 @@ class Steps:
         """Give up the step that was about to begin; the peers are told."""
         if not self._blocked:
             self._give_up(None)
+            self._begun += 1

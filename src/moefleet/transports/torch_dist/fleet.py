@@ -16,6 +16,7 @@ from ...errors import MoEEpError, MoEEpFaultToleranceUnsupportedError
 from ...fleet.base import Fleet, FleetSpec, row_bytes
 from ...fleet.limits import Limits
 from ...fleet.registry import Capability, register_fleet
+from ...fleet.rendezvous import Meeting
 from ...knobs import (
     FP8E4M3,
     FleetAlgoKnob,
@@ -71,7 +72,7 @@ class TorchDistFleet(Fleet):
     def __init__(self, spec: FleetSpec) -> None:
         super().__init__(spec)
         params, meeting = self.params, spec.meeting
-        rank, world = self.bootstrap.rank, self.bootstrap.world_size
+        rank = self.bootstrap.rank
         self.device = device_of(self.bootstrap)
         self.row_dtypes = DTYPES[params.dtype_bytes]
         self.num_local = self.placement.num_local(rank)
@@ -89,7 +90,17 @@ class TorchDistFleet(Fleet):
             return {}
 
         meeting.exchange("torch_dist", prepare)  # so that a mistake is told before anybody waits for links
-        meeting.exchange("connect", connect)
+        try:
+            meeting.exchange("connect", connect)
+            self._build(meeting)
+        except BaseException:
+            if group := getattr(self, "_group", None):
+                group.close(clean=self.device.type == "cpu")
+            raise
+
+    def _build(self, meeting: Meeting) -> None:
+        """What needs the group."""
+        rank, world = self.bootstrap.rank, self.bootstrap.world_size
         self.wire = Wire.on(self._group.handle, self.device, self._group.limit_s)
         self.bus = Bus(self.wire, rank, world, meeting.fleet_id, self.row_format)
         self._presence = Presence(meeting.store, rank, [meeting.person(peer) for peer in range(world)])
