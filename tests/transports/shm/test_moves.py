@@ -28,7 +28,7 @@ from tests.strategies import make_placement
 
 pytestmark = needs_the_helper
 
-quickly = settings(max_examples=120, deadline=None, derandomize=True)
+quickly = settings(max_examples=80, deadline=None, derandomize=True)
 
 
 @dataclass
