@@ -230,14 +230,18 @@ class HalvesHandle(Handle, Generic[F, S]):
 
     def _start(self, params: DispatchInputParams) -> tuple[S, torch.Tensor, torch.Tensor | None]:
         """Check what dispatch was given, and open the step."""
+        tokens, scales = self._checked_input(params)
+        self._open = open_ = self._opening(tokens, scales)
+        return open_, tokens, scales
+
+    def _checked_input(self, params: DispatchInputParams) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens and scales; a mistake in them fails the step that was about to begin."""
         self._expect(Phase.IDLE, "dispatch")
         try:
-            tokens, scales = self._check_input(params)
+            return self._check_input(params)
         except MoEEpConfigError as error:
             self._fail_next(error)
             raise
-        self._open = open_ = self._opening(tokens, scales)
-        return open_, tokens, scales
 
     def _opening(self, tokens: torch.Tensor, scales: torch.Tensor | None) -> S:
         """Begin the next step; what goes wrong then, such as memory that is not there, fails it."""

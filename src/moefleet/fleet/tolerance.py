@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 import torch
+from torch.distributed import PrefixStore
 
 from ..config import BootstrapConfig
 from ..errors import MoEEpFaultToleranceUnsupportedError, MoEEpRankEvictedError, config_error
@@ -37,6 +38,29 @@ DEFAULT_SILENCE_MS = 2000
 def silence_s(tolerance: FleetAlgoKnobFaultTolerance | None, timeout_s: float) -> float:
     """How long to wait for a peer: the knob's time, or without the knob ``BootstrapConfig.timeout_s``."""
     return timeout_s if tolerance is None else (tolerance.timeout_ms or DEFAULT_SILENCE_MS) / 1000
+
+
+def agreement_at(
+    meeting: Meeting,
+    tolerance: FleetAlgoKnobFaultTolerance,
+    dead: Callable[[], Iterable[int]],
+    in_round: Callable[[int], None],
+) -> Agreement:
+    """This rank's part in the agreement of a meeting's ranks.
+
+    Args:
+        dead, in_round: as for :class:`Agreement`.
+    """
+    store = PrefixStore("agreement", meeting.store)
+    return Agreement(
+        store,
+        meeting.rank,
+        meeting.world_size,
+        tolerance,
+        incarnation=meeting.incarnation,
+        dead=dead,
+        in_round=in_round,
+    )
 
 
 def capturing() -> bool:

@@ -17,10 +17,11 @@ from . import gather
 from .gather import HOST, Movements
 from .routes import Ints
 
-_STREAM_BYTES = 1 << 20
+STREAM_BYTES = 1 << 20
 """A movement that writes more goes past the caches: about what a core's own holds beside all else."""
 _LINE = 64
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Row types, as the helper numbers them."""
 
 
 def host_movements() -> Movements:
@@ -50,7 +51,7 @@ def _movements_of(library: ctypes.CDLL) -> Movements:
             sizes = np.asarray(counts, np.int64)
             places = np.arange(count) + (np.asarray(starts, np.int64) - (np.cumsum(sizes) - sizes)).repeat(sizes)
         table, size, at = dense(table), out.shape[1] * out.itemsize, out.data_ptr()
-        stream = count * size > _STREAM_BYTES and size % _LINE == 0 and at % _LINE == 0
+        stream = count * size > STREAM_BYTES and size % _LINE == 0 and at % _LINE == 0
         _require(
             copy_rows(
                 table.data_ptr(), table.stride(0) * table.itemsize, len(table), rows.ctypes.data, count,
@@ -64,8 +65,9 @@ def _movements_of(library: ctypes.CDLL) -> Movements:
         table, at = dense(table), None if weight is None else weight.ctypes.data
         _require(
             add_up(
-                _TYPES[table.dtype], table.data_ptr(), table.stride(0) * table.itemsize, len(table), rows.ctypes.data,
-                at, bag.ctypes.data, len(bag) - 1, out.data_ptr(), out.stride(0) * out.itemsize, out.shape[1], ties,
+                TYPE_CODES[table.dtype], table.data_ptr(), table.stride(0) * table.itemsize, len(table),
+                rows.ctypes.data, at, bag.ctypes.data, len(bag) - 1, out.data_ptr(), out.stride(0) * out.itemsize,
+                out.shape[1], ties,
             )
         )  # fmt: skip
 

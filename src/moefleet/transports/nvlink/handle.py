@@ -135,12 +135,7 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
         tokens, scales = params.x[0] if params.x else None, params.x[1] if len(params.x) == 2 else None
         known = ("dispatch", self._shape, 0, _kind(tokens), _kind(scales)) in self._bound and len(params.x) < 3
         if not known or not self._ready(Phase.IDLE):
-            self._expect(Phase.IDLE, "dispatch")
-            try:
-                tokens, scales = self._check_input(params)
-            except MoEEpConfigError as error:
-                self._fail_next(error)
-                raise
+            tokens, scales = self._checked_input(params)
         assert tokens is not None, "it was checked"
         open_ = self._opening(tokens, scales)
         open_.sent, open_.scales, self._open = tokens, scales, open_

@@ -13,7 +13,7 @@ from ...errors import config_error
 from ...fleet.agreement import Agreement
 from ...fleet.base import FleetSpec
 from ...fleet.rendezvous import Meeting
-from ...fleet.tolerance import silence_s
+from ...fleet.tolerance import agreement_at, silence_s
 from ...knobs import FleetAlgoKnobFaultTolerance
 from ...placement import Placement
 from ...substrate.control import BLOCK_BYTES
@@ -130,15 +130,7 @@ class Topology:
             with torch.cuda.device(engine.device):
                 engine.announce(number)
 
-        self.agreement = Agreement(
-            PrefixStore("agreement", meeting.store),
-            rank,
-            world,
-            tolerance,
-            incarnation=meeting.incarnation,
-            dead=group.gone,
-            in_round=enter_round,
-        )
+        self.agreement = agreement_at(meeting, tolerance, group.gone, enter_round)
 
     def leave_round(self) -> None:
         """Tell the peers that this rank is back from a round, with the decision that it has adopted."""

@@ -15,7 +15,7 @@ from ...placement import Placement
 from ...substrate.control import MAX_RANKS
 from ...substrate.inbox import Inbox
 from ...substrate.memory import AddressRange
-from ...substrate.native_gather import dense, ties_go_away
+from ...substrate.native_gather import STREAM_BYTES, TYPE_CODES, dense, ties_go_away
 from ...substrate.routes import Ints
 from ...tensors import DispatchOutput
 from .buffers import BufferSet
@@ -24,10 +24,6 @@ from .moves import Moves, Routing
 from .quick import Tokens
 
 _LAYOUTS = {EpLayout.EXPERT_MAJOR: 0, EpLayout.RANK_MAJOR: 1, EpLayout.FLAT: 2}
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-STREAM_BYTES = 1 << 20
-"""A movement that writes more goes past the caches: about what a core's own holds beside all else."""
 
 
 class NativeInbox(Inbox):
@@ -170,7 +166,7 @@ class NativeMoves(Moves[NativeInbox]):
 
     def give(self, at: BufferSet, inbox: NativeInbox, rows: torch.Tensor) -> None:
         rows, pitch = self._pitched(rows)
-        self._give(self.address, inbox.address, at.parity, _TYPES[rows.dtype], rows.data_ptr(), pitch)
+        self._give(self.address, inbox.address, at.parity, TYPE_CODES[rows.dtype], rows.data_ptr(), pitch)
 
     def sum(
         self,
@@ -182,11 +178,11 @@ class NativeMoves(Moves[NativeInbox]):
         checked: bool,
     ) -> tuple[torch.Tensor, bool]:
         count, topk = routing.ids.shape
-        if out is None or not out.is_contiguous():
+        if out is None or not out.is_contiguous() or out.is_neg():
             out = at.tokens[dtype].new_empty(count, self._hidden)
         bits = self._all_present if present == self._everybody else _as_bits(present)
         unserved = self._sum(
-            self.address, at.parity, _TYPES[dtype], routing.ids_at, count, topk, bits, checked, out.data_ptr()
+            self.address, at.parity, TYPE_CODES[dtype], routing.ids_at, count, topk, bits, checked, out.data_ptr()
         )
         return out, unserved > 0
 

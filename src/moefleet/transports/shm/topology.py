@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.distributed import PrefixStore
 
 from ... import native
 from ...config import BootstrapConfig, FleetParams, ShmConfig
 from ...fleet.agreement import Agreement
 from ...fleet.rendezvous import Meeting
-from ...fleet.tolerance import silence_s
+from ...fleet.tolerance import agreement_at, silence_s
 from ...knobs import FleetAlgoKnobFaultTolerance
 from ...placement import Placement
 from ...substrate.faults import FaultState
@@ -81,15 +80,7 @@ class Topology:
         agreement = None
         if tolerance is not None:
             try:
-                agreement = Agreement(
-                    PrefixStore("agreement", meeting.store),
-                    rank,
-                    world,
-                    tolerance,
-                    incarnation=meeting.incarnation,
-                    dead=group.gone,
-                    in_round=group.enter_round,
-                )
+                agreement = agreement_at(meeting, tolerance, group.gone, group.enter_round)
             except BaseException:
                 group.close()
                 raise
