@@ -19,7 +19,7 @@ demo: $(INSTALLED)  ## show expert parallelism on this machine
 	@$(BIN)/moefleet demo
 
 test: $(INSTALLED)  ## run the tests
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED)  ## check style, formatting and types
 	@$(BIN)/ruff check
