@@ -27,4 +27,5 @@ with expert_parallel(options.model, bootstrap, **sizes) as parallel, parallel.se
         prompt = tokenizer(options.prompts[number], return_tensors="pt").to(bootstrap.device)
         written = parallel.model.generate(**prompt, max_new_tokens=options.max_new_tokens, do_sample=False)
         text = tokenizer.decode(written[0], skip_special_tokens=True)
-        print(f"text {number} by rank {bootstrap.rank}: {text!r}", flush=True)
+        # A line in one write: ranks share the output.
+        print(f"text {number} by rank {bootstrap.rank}: {text!r}\n", end="", flush=True)

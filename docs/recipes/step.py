@@ -29,4 +29,4 @@ with m.MoEEpLayer(bootstrap, params, None, backend=backend) as layer:
     weights, ids = torch.rand(options.tokens, params.num_experts, device=bootstrap.device).topk(8)
     out = layer(m.MoEEpTensors(tokens, ids, weights))
     torch.testing.assert_close(out, tokens * weights.sum(1, keepdim=True))
-    print("right:", layer.fleet.describe(), flush=True)
+    print(f"right: {layer.fleet.describe()}\n", end="", flush=True)  # a line in one write: ranks share the output
