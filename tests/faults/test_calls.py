@@ -70,6 +70,23 @@ def test_each_call_says_why_it_cannot_be_captured(fleet: Fleet, monkeypatch: pyt
     assert len(reasons) == len(CALLS) - 1  # both kinds of clear_faults are one call
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_stopped_by_its_own_guard_alone(fleet: Fleet, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above can fail: a call whose guard is taken away runs under capture, and no other call does."""
+    guard, mutant = tolerance.FaultTolerantFleet._guard, name.split("(")[0]
+
+    def without_one(self: tolerance.FaultTolerantFleet, call: str, why: str) -> Any:
+        return self.agreement if call == mutant else guard(self, call, why)
+
+    monkeypatch.setattr(tolerance, "capturing", lambda: True)
+    monkeypatch.setattr(tolerance.FaultTolerantFleet, "_guard", without_one)
+    CALLS[name](fleet)
+    for other in CALLS:
+        if not other.startswith(mutant):
+            with pytest.raises(MoEEpFaultToleranceUnsupportedError, match="under CUDA-graph capture"):
+                CALLS[other](fleet)
+
+
 class Elsewhere(Fleet):
     """A transport from another package, written before there was fault tolerance."""
 
