@@ -38,9 +38,11 @@ def test_peers_say_why_they_are_left_out() -> None:
 
 
 @without_gpu
-def test_without_a_gpu_the_command_says_so() -> None:
-    result = CliRunner().invoke(app, ["bench", "comm", "--device", "cuda"], env={"COLUMNS": "200"})
-    assert result.exit_code != 0 and "no CUDA GPU" in result.output
+@pytest.mark.parametrize("command", ["comm", "layer", "model"])
+def test_without_a_gpu_the_commands_say_so(command: str) -> None:
+    result = CliRunner().invoke(app, ["bench", command, "--device", "cuda"], env={"COLUMNS": "200"})
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "error: --device cuda: this machine has no CUDA GPU; leave it out for CPU ranks\n"
 
 
 def test_each_round_another_one_is_first() -> None:

@@ -87,6 +87,9 @@ def test_who_can_run_it() -> None:
         ModelPlan([CASE], ["smh"]).names(CASE)
     with pytest.raises(MoEEpNotBuiltError, match="cannot run 2 ranks, flat, batch 3: nvlink: "):
         ModelPlan([CASE], ["shm", "nvlink"]).names(CASE)
+    on_gpus = replace(CASE, device="cuda")
+    with pytest.raises(MoEEpNotBuiltError, match="shm: it is for cpu tensors"):
+        ModelPlan([on_gpus], ["torch_dist", "shm"]).names(on_gpus)
 
 
 @pytest.mark.parametrize("field", ["batch", "prompt_tokens", "new_tokens"])

@@ -77,6 +77,7 @@ def test_a_chat_model_reads_prompts_in_its_template(tmp_path: Path) -> None:
         (("--prompt", "a", "--max-new-tokens", "1024"), "allowed at most 1024 in all"),
         (("--file", "no-such-file"), "--file: got 'no-such-file'"),
         (("--prompt", "a", "--model", "no-such-folder"), "a directory with config.json"),
+        (("--prompt", "a", "--device", "cuda", "--world", "99"), "GPU"),
     ],
 )
 def test_mistakes_are_named_before_a_rank_starts(options: tuple[str, ...], said: str) -> None:

@@ -22,6 +22,8 @@ transport's two buffer sets."""
 
 PHASES = ("dispatch", "combine", "both")
 GLOO_RAW = "gloo-raw"
+GRAPH = "+graph"
+"""After a transport's name: its steps replayed from CUDA graphs."""
 
 
 class Routing(str, enum.Enum):
@@ -103,6 +105,11 @@ class CommCase:
             "routing": self.routing.value,
             "combine_input": self.combine_input.value,
         }
+
+    @property
+    def why_not_captured(self) -> str:
+        """Why there are no graphs of its steps, whatever the transport; empty if there can be."""
+        return "steps without experts are captured by bench comm --device cuda"
 
     def __str__(self) -> str:
         return f"{self.world} ranks, {self.layout.value}, {self.tokens} tokens"

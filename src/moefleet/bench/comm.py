@@ -23,8 +23,9 @@ from ..errors import (
 from ..fleet import available_backends, probe
 from ..launch import RankPool
 from ..launch.pool import usable_cores
-from . import cpu
-from .cases import GLOO_RAW, CommCase
+from ..launch.torchrun import TorchrunPool, ranks
+from . import cpu, rank
+from .cases import GLOO_RAW, GRAPH, CommCase
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class CommPlan:
         threads: of each rank; ``None`` divides the cores.
         timeout_s: for each call on the ranks: opening a case, or one round of it.
         build: makes the candidates on a rank.
+        device: of the ranks' tensors: ``"cpu"``, or ``"cuda"`` for a GPU each.
 
     Raises:
         MoEEpConfigError: a value is out of range.
@@ -53,7 +55,8 @@ class CommPlan:
     validate: bool = False
     threads: int | None = None
     timeout_s: float = 120.0
-    build: cpu.Build = cpu.comm_candidate
+    build: rank.Build = cpu.comm_candidate
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("warmup", 0), ("rounds", 1)):
@@ -67,12 +70,13 @@ class CommPlan:
 
     def names(self, case: CommCase) -> list[str]:
         """The candidates of a case."""
-        return candidates_for(case, self.transports)[0]
+        return candidates_for(case, self.transports, self.device)[0]
 
     def facts(self, case: CommCase) -> dict[str, Any]:
         """What a record of this case says before anything is measured."""
         threads = self.threads or max(1, usable_cores() // case.world)
-        return {**case.facts, "rounds": self.rounds, "warmup": self.warmup, "threads": threads}
+        how = {"rounds": self.rounds, "warmup": self.warmup, "threads": threads, "device": self.device}
+        return {**case.facts, **how}
 
 
 @dataclass
@@ -80,7 +84,8 @@ class CaseResult:
     """What one case gave.
 
     Attributes:
-        seconds: per candidate ``[rounds * steps, P]``: the slowest rank's time of each step, a column per phase.
+        seconds: per candidate ``[rounds * steps, P]``: the slowest rank's time of each step, a column per phase,
+            ``nan`` in those that this candidate does not tell apart.
         left_out: per candidate that cannot run this case, the reason.
         errors: per transport the largest error in multiples of what is allowed; empty unless validated.
     """
@@ -117,14 +122,14 @@ def measure(plan: CommPlan, on_tick: Callable[[CommCase], None] = lambda case: N
         MoEEpNotBuiltError: a case that no candidate can run.
         MoEEpError: what a rank raised.
     """
-    who = [candidates_for(case, plan.transports) for case in plan.cases]
+    who = [candidates_for(case, plan.transports, plan.device) for case in plan.cases]
     for world, cases in groupby(zip(plan.cases, who), key=lambda pair: pair[0].world):
-        with RankPool(world, threads_per_rank=plan.threads) as pool:
+        with ranks(world, threads_per_rank=plan.threads) as pool:
             for case, (names, left_out) in cases:
                 yield _measure_case(plan, case, names, left_out, pool, on_tick)
 
 
-def candidates_for(case: CommCase, wanted: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
+def candidates_for(case: CommCase, wanted: Sequence[str] = (), device: str = "cpu") -> tuple[list[str], dict[str, str]]:
     """The candidates that can run a case, and for the others the reason why not.
 
     Raises:
@@ -132,11 +137,15 @@ def candidates_for(case: CommCase, wanted: Sequence[str] = ()) -> tuple[list[str
         MoEEpNotBuiltError: there is none.
     """
     names, left_out = [], {}
-    known = (*available_backends(), *case.yardsticks)
+    known = [*available_backends(), *case.yardsticks]
+    if device == "cuda":
+        known = [each for name in known for each in (name, name + GRAPH)]
     for name in wanted or known:
         if name not in known:
             raise config_error("transport", repr(name), ", ".join(known), cls=MoEEpUnknownBackendError)
-        reason = _why_not(name, case)
+        reason = _why_not(name, case, device)
+        if reason and name.removesuffix(GRAPH) in left_out and not wanted:
+            continue  # there is no such transport here at all
         if reason:
             left_out[name] = reason
         else:
@@ -147,10 +156,14 @@ def candidates_for(case: CommCase, wanted: Sequence[str] = ()) -> tuple[list[str
     return names, left_out
 
 
-def _why_not(name: str, case: CommCase) -> str:
+def _why_not(name: str, case: CommCase, device: str) -> str:
     if name == GLOO_RAW:
         return "" if dist.is_gloo_available() else "this build of torch has no gloo"
-    return probe(name, BootstrapConfig(case.world, 0, device="cpu"), case.params).reason
+    transport, graph, _ = name.partition(GRAPH)
+    capability = probe(transport, BootstrapConfig(case.world, 0, device=device), case.params)
+    if graph and not capability.reason:
+        return case.why_not_captured if "graphs" in capability.features else "its steps need the host in between"
+    return capability.reason
 
 
 def _measure_case(
@@ -158,24 +171,25 @@ def _measure_case(
     case: CommCase,
     names: list[str],
     left_out: dict[str, str],
-    pool: RankPool,
+    pool: RankPool | TorchrunPool,
     on_tick: Callable[[CommCase], None],
 ) -> CaseResult:
     def on_ranks(fn: Callable[..., Any], *args: Any) -> list[Any]:
         return values_of(pool.run(fn, *args, timeout_s=plan.timeout_s))
 
-    on_ranks(cpu.open_case, plan.build, case, names, plan.timeout_s)
-    errors = on_ranks(cpu.prepare, plan.validate)
+    on_ranks(rank.open_case, plan.build, case, names, plan.timeout_s, plan.device)
+    errors = on_ranks(rank.prepare, plan.validate)
     on_tick(case)
     rounds = []
     for number in range(plan.rounds):
-        rounds.append(on_ranks(cpu.run_round, number, plan.warmup, plan.steps))
+        rounds.append(on_ranks(rank.run_round, number, plan.warmup, plan.steps))
         on_tick(case)
     if plan.validate:
-        errors += on_ranks(cpu.prepare, True)
-    on_ranks(cpu.close_case)
+        errors += on_ranks(rank.prepare, True)
+    on_ranks(rank.close_case)
     seconds = {
-        name: np.concatenate([np.max([rank[name] for rank in ranks], axis=0) for ranks in rounds]) for name in names
+        name: np.concatenate([np.max([times[name] for times in of_ranks], axis=0) for of_ranks in rounds])
+        for name in names
     }
     worst = {name: max(error[name] for error in errors) for name in errors[0]}
     return CaseResult(case, seconds, left_out, worst)

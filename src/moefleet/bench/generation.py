@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from ..config import BootstrapConfig, EpLayout
 from ..errors import config_error
+from ..launch.devices import take_device
 from ..timing import PHASES
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class ModelCase:
         prompt_tokens, new_tokens: of each sequence.
         layout: of the Fleet.
         dtype: of weights and rows.
+        device: ``"cpu"``, or ``"cuda"``: a GPU for each rank, the first one for the unmodified model.
 
     Raises:
         MoEEpConfigError: a value is out of range.
@@ -46,6 +49,7 @@ class ModelCase:
     new_tokens: int
     layout: EpLayout = EpLayout.FLAT
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("prompt_tokens", 1), ("new_tokens", 2)):
@@ -65,6 +69,7 @@ class ModelCase:
             "batch": self.batch,
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
+            "device": self.device,
         }
 
     def __str__(self) -> str:
@@ -109,7 +114,7 @@ def open_alone(bootstrap: BootstrapConfig, case: ModelCase) -> None:
     model_class, config = model_class_of(case.model)
     with quiet():
         model = model_class.from_pretrained(case.model, config=config, dtype=case.dtype, local_files_only=True)
-    _alone[ALONE] = model.eval()
+    _alone[ALONE] = model.to(take_device(bootstrap, case.device).device).eval()
 
 
 def generate_alone(bootstrap: BootstrapConfig, case: ModelCase) -> Text:
@@ -122,10 +127,11 @@ def open_ranks(bootstrap: BootstrapConfig, case: ModelCase, names: list[str], ti
     """Load this rank's share, once for each transport."""
     from ..integrations.transformers import expert_parallel
 
+    mine = replace(take_device(bootstrap, case.device), timeout_s=timeout_s)
     for name in names:
         _spread[name] = expert_parallel(
             case.model,
-            replace(bootstrap, device="cpu", timeout_s=timeout_s),
+            mine,
             max_tokens_per_rank=case.tokens * case.prompt_tokens,
             layout=case.layout,
             backend=name,
@@ -154,7 +160,7 @@ def generate_on_rank(bootstrap: BootstrapConfig, case: ModelCase, name: str, tim
         times = [layer.last_timings_ms for layer in layers]
         return [sum(one[phase] for one in times) / 1000 for phase in PHASES]
 
-    parallel.idle_step()  # returns when all ranks are here
+    parallel.idle_step()  # ends when all ranks are here
     return _generate(forward, prompts, case, phases if timed else None)
 
 
@@ -164,17 +170,26 @@ def close_case(bootstrap: BootstrapConfig) -> None:
     for parallel in _spread.values():
         parallel.destroy()
     _spread.clear()
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @torch.no_grad()
 def _generate(
     forward: Callable[..., Any], ids: torch.Tensor, case: ModelCase, phases: Callable[[], list[float]] | None = None
 ) -> Text:
-    """The greedy loop that both sides run, with a KV cache."""
+    """The greedy loop that both sides run, with a KV cache.
+
+    A step ends when its tokens are there: on a GPU it waits for them, as whoever shows them or looks for an end would.
+    """
     from ..integrations.transformers.greedy import cache_of
 
+    wait = torch.cuda.synchronize if case.device == "cuda" else lambda: None
+    ids = ids.to(case.device)
     cache: dict[str, Any] = {"use_cache": True}
     tokens, seconds, within = [], [], []
+    wait()
     for _ in range(case.new_tokens):
         start = perf_counter()
         output = forward(ids, **cache)
@@ -182,6 +197,7 @@ def _generate(
             cache |= cache_of(output)
             ids = output.logits[:, -1].argmax(-1, keepdim=True)
         tokens.append(ids[:, :1])
+        wait()
         seconds.append(perf_counter() - start)
         if phases is not None:
             within.append(phases())

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ..config import BootstrapConfig, EpLayout, FleetParams
-from ..errors import MoEEpError, config_error
+from ..errors import MoEEpError
 from ..fleet import available_backends, probe
+from ..launch.devices import take_device
 from ..placement import Placement
 from ..reference import tolerance
 from .cases import ROUTINGS, CommCase
@@ -103,17 +104,14 @@ def measure_here(bootstrap: BootstrapConfig, plan: GpuPlan) -> GpuRun:
 
 def enter(bootstrap: BootstrapConfig, timeout_s: float) -> None:
     """Take this rank's GPU and join its peers, by NCCL for tensors and gloo for words."""
-    rank, world, count = bootstrap.rank, bootstrap.world_size, torch.cuda.device_count()
-    if world > count:
-        raise config_error("world", world, f"at most {count}, a GPU for each rank")
-    torch.cuda.set_device(rank)
+    mine = take_device(bootstrap, "cuda")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl",
-        store=bootstrap.tcp_store,
-        rank=rank,
-        world_size=world,
+        store=mine.tcp_store,
+        rank=mine.rank,
+        world_size=mine.world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=torch.device("cuda", rank),
+        device_id=torch.device("cuda", mine.rank),
     )
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
-
 from ..config import BootstrapConfig
-from ..errors import MoEEpArchError
 from ..launch import launch
+from ..launch.devices import require_device
+from ..launch.torchrun import reports, under_torchrun
 from .gpu import GpuPlan, GpuRun, measure_here
 
 
@@ -20,14 +17,12 @@ def measure_on_gpus(plan: GpuPlan, total_s: float = 3600.0) -> tuple[GpuRun, boo
         total_s: for everything, where the ranks are started here.
 
     Raises:
-        MoEEpArchError: there is no CUDA GPU.
+        MoEEpArchError, MoEEpConfigError: there is no GPU for each rank.
         MoEEpError: what a rank raised.
     """
-    if not torch.cuda.is_available():
-        raise MoEEpArchError("--device cuda: this machine has no CUDA GPU; leave it out to measure CPU ranks")
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        bootstrap = BootstrapConfig.from_env(timeout_s=plan.timeout_s)
-        return measure_here(bootstrap, plan), bootstrap.rank == 0
+    require_device("cuda", plan.cases[0].world)
+    if under_torchrun():
+        return measure_here(BootstrapConfig.from_env(timeout_s=plan.timeout_s), plan), reports()
     results = launch(measure_here, plan.cases[0].world, args=(plan,), timeout_s=total_s)
     for result in results:
         if result.error is not None:

@@ -1,4 +1,7 @@
-"""The run of ``bench model``: ranks beside the unmodified model in one process, in turn, on the same cores."""
+"""The run of ``bench model``: ranks beside the unmodified model in one process, in turn, on the same cores.
+
+On GPUs the process has one, which is the first rank's as well.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from ..errors import MoEEpNotBuiltError, MoEEpUnknownBackendError, config_error
 from ..fleet import available_backends, probe
 from ..launch import RankPool
 from ..launch.pool import usable_cores
+from ..launch.torchrun import TorchrunPool, ranks
 from ..timing import PHASES
 from . import generation
 from .comm import values_of
@@ -65,8 +69,7 @@ class ModelPlan:
         for name in self.transports:
             if name not in known:
                 raise config_error("transport", repr(name), ", ".join(known), cls=MoEEpUnknownBackendError)
-        here = BootstrapConfig(case.world, 0, device="cpu")
-        reasons = {name: probe(name, here).reason for name in self.transports or known}
+        reasons = {name: _why_not(name, case) for name in self.transports or known}
         usable = [name for name, reason in reasons.items() if not reason]
         if not usable or (self.transports and len(usable) < len(reasons)):
             said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
@@ -120,31 +123,38 @@ def measure(plan: ModelPlan, on_tick: Callable[[ModelCase], None] = lambda case:
         together = list(cases)
         threads, alone_threads = plan.threads_of(together[0][0])
         with (
-            RankPool(1, threads_per_rank=alone_threads) as alone,
-            RankPool(world, threads_per_rank=threads) as ranks,
+            ranks(1, threads_per_rank=alone_threads) as alone,
+            ranks(world, threads_per_rank=threads) as spread,
         ):
             for case, transports in together:
-                yield _measure_case(plan, case, transports, alone, ranks, on_tick)
+                yield _measure_case(plan, case, transports, alone, spread, on_tick)
+
+
+def _why_not(name: str, case: ModelCase) -> str:
+    capability = probe(name, BootstrapConfig(case.world, 0, device=case.device))
+    if capability.available and capability.limits and case.device not in capability.limits.device_types:
+        return f"it is for {' and '.join(sorted(capability.limits.device_types))} tensors"
+    return capability.reason
 
 
 def _measure_case(
     plan: ModelPlan,
     case: ModelCase,
     transports: list[str],
-    alone: RankPool,
-    ranks: RankPool,
+    alone: RankPool | TorchrunPool,
+    spread: RankPool | TorchrunPool,
     on_tick: Callable[[ModelCase], None],
 ) -> ModelResult:
-    def on(pool: RankPool, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    def on(pool: RankPool | TorchrunPool, fn: Callable[..., Any], *args: Any) -> list[Any]:
         return values_of(pool.run(fn, *args, timeout_s=plan.timeout_s))
 
     def generate(name: str, *, timed: bool = False) -> list[Text]:
         if name == ALONE:
             return on(alone, generation.generate_alone, case)
-        return on(ranks, generation.generate_on_rank, case, name, timed)
+        return on(spread, generation.generate_on_rank, case, name, timed)
 
     on(alone, generation.open_alone, case)
-    on(ranks, generation.open_ranks, case, transports, plan.timeout_s)
+    on(spread, generation.open_ranks, case, transports, plan.timeout_s)
     on_tick(case)
     names = [ALONE, *transports]
     plain: dict[str, list[npt.NDArray[np.float64]]] = {name: [] for name in names}
@@ -162,7 +172,7 @@ def _measure_case(
                 timed[name].append(np.mean([_phases(text) for text in generate(name, timed=True)], axis=0))
         on_tick(case)
     on(alone, generation.close_case)
-    on(ranks, generation.close_case)
+    on(spread, generation.close_case)
     seconds = {name: _by_phase(plain[name], timed.get(name, [])) for name in names}
     wrong = {name: _differences(texts[ALONE], texts[name]) for name in transports} if plan.validate else {}
     return ModelResult(case, seconds, wrong)

@@ -18,15 +18,16 @@ class Notebook:
     Args:
         path: where they are written; ``None`` keeps them in memory only.
         resume: begin with those that are there.
+        writes: ``False`` for a process beside the one that writes the same file.
 
     Raises:
         MoEEpConfigError: the folder does not exist, or the file holds something else.
     """
 
-    def __init__(self, path: Path | None = None, *, resume: bool = False) -> None:
+    def __init__(self, path: Path | None = None, *, resume: bool = False, writes: bool = True) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise config_error("--json", path, "a file in a folder that exists")
-        self._path = path
+        self._path = path if writes else None
         self.records: list[Record] = _read(path) if resume and path is not None and path.exists() else []
 
     def find(self, facts: Mapping[str, Any], names: Sequence[str]) -> list[Record]:

@@ -34,6 +34,7 @@ class Record:
         ratio_to_first: ``median_us`` divided by that of the first candidate of this case with this phase.
         steps: timed steps in all, from ``rounds`` turns of this candidate, each after ``warmup`` untimed ones.
         valid: whether its output agreed with the reference; ``None`` where nobody looked.
+        device: ``cpu`` or ``cuda``, where each rank has a GPU.
         host: what it ran on.
     """
 
@@ -146,8 +147,7 @@ def build(
             p99_us=_us(np.percentile(of, 99), 2),
             ratio_to_first=round(medians[name][phase] / first[phase], 4),
             valid=valid.get(name),
-            device="cpu",
-            host=host(),
+            host=host(facts["device"]),
             **more(name, phase, medians[name][phase]),
         )
         for name, phases in seconds.items()
@@ -160,9 +160,11 @@ def _us(seconds: Any, digits: int) -> float:
 
 
 @cache
-def host() -> dict[str, Any]:
+def host(device: str = "cpu") -> dict[str, Any]:
     """The machine and the software, and when this process began to measure."""
+    gpu = {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()} if device == "cuda" else {}
     return {
+        **gpu,
         "cpu": _cpu_model(),
         "cores": usable_cores(),
         "system": f"{platform.system()} {platform.release()}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 from rich import box
 from rich.table import Table
 
@@ -19,7 +20,10 @@ T = TypeVar("T")
 def records(plan: CommPlan, result: CaseResult) -> list[Record]:
     """All records of one case of ``bench comm`` or ``bench layer``."""
     case, facts = result.case, plan.facts(result.case)
-    seconds = {name: dict(zip(case.phases, times.T)) for name, times in result.seconds.items()}
+    seconds = {
+        name: {phase: of for phase, of in zip(case.phases, times.T) if not np.isnan(of).any()}
+        for name, times in result.seconds.items()
+    }
     valid = {name: error <= 1 for name, error in result.errors.items()}
     if isinstance(case, LayerCase):
         return [*build(LayerRecord, facts, seconds, valid)]
@@ -47,7 +51,10 @@ def headline(record: Record) -> str:
     elif isinstance(r, ModelRecord):
         sizes = f"{r.model}: batch {r.batch}, {r.prompt_tokens} tokens and {r.new_tokens} new ones"
         how = f"ms, median of {r.rounds} runs; phases of a decode step, all blocks together, mean of the ranks"
-    return f"{sizes} {r.dtype}\n{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}\n{how}"
+    on = f"{machine['cpu']}, {machine['cores']} cores"
+    if r.device == "cuda":
+        on = f"{machine['gpus']} x {machine['gpu']}"
+    return f"{sizes} {r.dtype}\n{on}, torch {machine['torch']}\n{how}"
 
 
 def tables(found: Sequence[Record]) -> Iterator[Table]:
@@ -55,7 +62,7 @@ def tables(found: Sequence[Record]) -> Iterator[Table]:
     for world, layout in unique((r.world, r.layout) for r in found):
         mine = [r for r in found if (r.world, r.layout) == (world, layout)]
         threads = "1 thread" if mine[0].threads == 1 else f"{mine[0].threads} threads"
-        title = f"{layout}, {world} ranks of {threads}"
+        title = f"{layout}, {world} ranks of {'a GPU' if mine[0].device == 'cuda' else threads}"
         padding, columns, line_of = _SHOWN[mine[0].what]
         shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, padding), pad_edge=False)
         for name in ("tokens", "transport", *columns):
@@ -93,7 +100,7 @@ def _comm_line(phases: dict[str, Any]) -> Iterator[str]:
 
 def _layer_line(phases: dict[str, Any]) -> Iterator[str]:
     total = phases["total"]
-    yield from (f"{phases[phase].median_us:.0f}" for phase in LayerCase.phases)
+    yield from (f"{phases[phase].median_us:.0f}" if phase in phases else "" for phase in LayerCase.phases)
     yield f"{total.p99_us:.0f}"
     yield f"{1 / total.ratio_to_first:.2f}×"
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from ..errors import config_error
 from ..plan.configs import read_model
 from ..plan.shape import ModelShape
@@ -59,17 +61,23 @@ def scaled(shape: ModelShape, **changes: int | None) -> tuple[ModelShape, str]:
     return replace(shape, **wanted), f"{shape.name} scaled ({said})"  # type: ignore[arg-type]
 
 
-def require_memory(cases: Sequence[LayerCase]) -> None:
-    """Raise :class:`MoEEpConfigError` where the experts of a case do not fit this machine's memory."""
+def require_memory(cases: Sequence[LayerCase], device: str = "cpu") -> None:
+    """Raise :class:`MoEEpConfigError` where the experts of a case do not fit the memory.
+
+    Args:
+        device: ``"cpu"``: all of them this machine's; ``"cuda"``: those of a rank its GPU's.
+    """
+    on_gpu = device == "cuda"
     try:
-        available = available_bytes()
+        available = torch.cuda.get_device_properties(0).total_memory if on_gpu else available_bytes()
     except OSError:  # no /proc: not Linux
         return
     for case in cases:
-        if case.weight_bytes > available:
+        experts = -(-case.experts // case.world) if on_gpu else case.experts
+        if experts * case.expert_bytes > available:
             raise config_error(
                 f"--model {case.model}",
-                f"{in_bytes(case.weight_bytes)} of experts in one layer",
-                f"{in_bytes(available)}, the memory that is free",
+                f"{in_bytes(experts * case.expert_bytes)} for {experts} experts of one layer",
+                f"{in_bytes(available)}, the memory {'of a GPU' if on_gpu else 'that is free'}",
                 "scale it down with --experts, --hidden or --intermediate",
             )

@@ -12,6 +12,7 @@ import typer
 
 from ..config import EpLayout
 from ..errors import config_error
+from .devices import Device
 
 EPILOG = """\
 [bold]Examples[/]
@@ -21,6 +22,8 @@ EPILOG = """\
   moefleet generate --model ./Qwen3-30B-A3B --world 2 --chat --prompt "Why is the sky blue?" --temperature 0.7 --seed 1
 
   moefleet generate --model ./Mixtral-8x7B --world 8 --file one.txt --file two.txt --json > texts.json
+
+  moefleet generate --model ./Qwen3-30B-A3B --device cuda --world 2 --prompt "Once upon a time"
 """
 
 
@@ -46,13 +49,15 @@ def generate(
     dtype: Annotated[WeightType, typer.Option(help="Type of the weights.")] = WeightType.AUTO,
     max_tokens_per_rank: Annotated[int, typer.Option(min=1, help="M: longer prompts take several steps.")] = 128,
     layout: Annotated[
-        EpLayout | None, typer.Option(help="How received rows lie in memory.", show_default="flat")
+        EpLayout | None,
+        typer.Option(help="How received rows lie in memory.", show_default="flat; expert_major on GPUs"),
     ] = None,
     transport: Annotated[str, typer.Option(help="Transport between the ranks, by name.")] = "auto",
+    device: Annotated[Device, typer.Option(help="Where ranks compute; cuda: a GPU for each.")] = Device.CPU,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that the ranks may take.")] = 3600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in the end instead.")] = False,
 ) -> None:
-    """Continue prompts with a MoE model, its experts spread over CPU ranks.
+    """Continue prompts with a MoE model, its experts spread over ranks.
 
     Each rank reads the whole model but the other ranks' experts, writes its
     share of the prompts, and computes its experts for all. Texts appear as
@@ -64,7 +69,7 @@ def generate(
 
     prompts = (*prompt, *map(_read, file))
     sampling = Sampling(temperature, top_p, seed)
-    job = Job(model, (), max_new_tokens, sampling, dtype.value, max_tokens_per_rank, layout, transport)
+    job = Job(model, (), max_new_tokens, sampling, dtype.value, max_tokens_per_rank, layout, transport, device.value)
     shown = None if as_json else InOrder(prompts)
     report = run(job, prompts, world, timeout, chat=chat, on_text=shown)
     if shown is None:

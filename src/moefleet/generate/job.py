@@ -35,6 +35,7 @@ class Job:
         dtype: of the weights, ``"auto"`` for the checkpoint's.
         max_tokens_per_rank: ``M``; longer prompts take several steps.
         layout, transport: of the Fleet; layout ``None`` for what :func:`expert_parallel` takes by itself.
+        device: ``"cpu"``, or ``"cuda"`` for a GPU each.
         timeout_s: longest wait of a rank for another.
         port, secret: where new tokens are sent while they are written; port 0 for nowhere.
     """
@@ -47,6 +48,7 @@ class Job:
     max_tokens_per_rank: int = 128
     layout: EpLayout | None = None
     transport: str = "auto"
+    device: str = "cpu"
     timeout_s: float = 300.0
     port: int = 0
     secret: str = ""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..config import BootstrapConfig
+from ..launch.devices import take_device
 from .job import Job, RankReport
 from .stream import Sender
 
@@ -19,14 +20,14 @@ def write_prompts(bootstrap: BootstrapConfig, job: Job) -> RankReport:
     from ..integrations.transformers import expert_parallel, predict_memory
 
     start = time.perf_counter()
-    bootstrap = replace(bootstrap, device="cpu", timeout_s=job.timeout_s)
+    bootstrap = replace(take_device(bootstrap, job.device), timeout_s=job.timeout_s)
     dtype = None if job.dtype == "auto" else getattr(torch, job.dtype)
     options: dict[str, Any] = dict(max_tokens_per_rank=job.max_tokens_per_rank, layout=job.layout, dtype=dtype)
     # First of all: from here on, the others learn at once where this rank fails.
     spread = expert_parallel(job.model, bootstrap, backend=job.transport, **options)
     with spread as parallel, closing(Sender(job.port, job.secret)) as sender:
         loaded = time.perf_counter()
-        predicted = predict_memory(job.model, bootstrap.world_size, bootstrap.rank, device="cpu", **options)
+        predicted = predict_memory(job.model, bootstrap.world_size, bootstrap.rank, device=bootstrap.device, **options)
         with parallel.serving():
             mine = range(parallel.rank, len(job.prompts), parallel.world_size)
             texts = {number: written(parallel.model, number, job, sender) for number in mine}
@@ -59,7 +60,7 @@ def written(model: Any, number: int, job: Job, sender: Sender) -> list[int]:
         def end(self) -> None:
             sender.tokens(number, [], last=True)
 
-    ids = torch.tensor([job.prompts[number]])
+    ids = torch.tensor([job.prompts[number]], device=model.device)
     sampling = job.sampling
     options: dict[str, Any] = dict(do_sample=False, temperature=None, top_p=None, top_k=None)
     if sampling.temperature > 0:

@@ -10,6 +10,7 @@ from typing import Any, cast
 from ..demo.run import require_transformers, torch_warnings_off, values_of
 from ..errors import config_error
 from ..launch import launch
+from ..launch.devices import require_device
 from .job import Job, RankReport
 from .prompts import Growing, Texts
 from .ranks import write_prompts
@@ -79,8 +80,10 @@ def run(
     Raises:
         MoEEpConfigError: a value is wrong.
         MoEEpNotBuiltError: transformers is not installed, or too old.
+        MoEEpArchError: there is no GPU.
         MoEEpError: whatever went wrong on a rank.
     """
+    require_device(job.device, world)
     require_transformers()
     from ..integrations.transformers.checkpoint import model_class_of
 

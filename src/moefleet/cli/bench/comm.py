@@ -8,11 +8,12 @@ import typer
 
 from ...bench.cases import CombineInput, Routing
 from ...config import EpLayout
+from ..devices import Device
 from .gpu import run_on_gpus
 from .options import (
     RUN,
     SIZES,
-    Device,
+    DeviceOption,
     Dtype,
     DtypeOption,
     Json,
@@ -63,9 +64,7 @@ def comm(
             rich_help_panel=RUN,
         ),
     ] = [],  # noqa: B006
-    device: Annotated[
-        Device, typer.Option(help="Where ranks keep their tensors; cuda: a GPU for each.", rich_help_panel=RUN)
-    ] = Device.CPU,
+    device: DeviceOption = Device.CPU,
     combine_input: Annotated[
         CombineInput,
         typer.Option(

@@ -8,9 +8,11 @@ import typer
 
 from ...bench.cases import Routing
 from ...config import EpLayout
+from ..devices import Device
 from .options import (
     RUN,
     SIZES,
+    DeviceOption,
     Dtype,
     DtypeOption,
     Json,
@@ -39,6 +41,8 @@ EPILOG = """\
   moefleet bench layer --model deepseek-v3 --experts 16 --world 4 --layout rank_major --layout flat
 
   moefleet bench layer --model ./Mixtral-8x7B --intermediate 1792 --json layer.json --resume --plot layer.png
+
+  moefleet bench layer --device cuda --model qwen3-30b-a3b --world 2 --tokens 1,128 --layout expert_major --validate
 """
 
 
@@ -73,8 +77,13 @@ def layer(
     routing: RoutingOption = Routing.UNIFORM,
     layout: Layouts = [],  # noqa: B006
     transport: Annotated[
-        list[str], typer.Option(help="Only these; the first is compared with.", rich_help_panel=RUN)
+        list[str],
+        typer.Option(
+            help="Only these; the first is compared with. On GPUs also nvlink+graph, replayed from CUDA graphs.",
+            rich_help_panel=RUN,
+        ),
     ] = [],  # noqa: B006
+    device: DeviceOption = Device.CPU,
     steps: Steps = 5,
     warmup: Warmup = 1,
     rounds: Rounds = 5,
@@ -90,6 +99,9 @@ def layer(
     Weights are random, and their activation is SiLU.
 
     Where they do not fit the memory, scale them down: --experts, --hidden, --intermediate. What is shown says so.
+
+    On GPUs a transport whose steps can be captured is measured twice, eager and from CUDA graphs. Runs under torchrun
+    too.
     """
     import torch
 
@@ -97,6 +109,7 @@ def layer(
     from ...bench.layers import LayerCase, layer_candidate
     from ...bench.report import records
     from ...bench.shapes import find_shape, require_memory, scaled
+    from ...launch.devices import require_device
 
     shape, name = scaled(find_shape(model), experts=experts, topk=topk, hidden=hidden, intermediate=intermediate)
     cases = [
@@ -116,7 +129,8 @@ def layer(
         for each in dict.fromkeys(layout or EpLayout)
         for count in numbers("tokens", tokens)
     ]
-    require_memory(cases)
+    require_device(device.value, max(case.world for case in cases))
+    require_memory(cases, device.value)
     plan = CommPlan(
         cases,
         words_of(transport),
@@ -127,5 +141,6 @@ def layer(
         threads=threads,
         timeout_s=timeout,
         build=layer_candidate,
+        device=device.value,
     )
     run(plan, measure, records, json, resume, plot)

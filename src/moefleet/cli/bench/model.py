@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from ...config import EpLayout
+from ..devices import Device
 from .options import (
     RUN,
     SIZES,
+    DeviceOption,
     Dtype,
     DtypeOption,
     Json,
-    Layouts,
     Plot,
     Resume,
     Rounds,
@@ -35,6 +36,8 @@ EPILOG = """\
   moefleet bench model --model ./OLMoE-1B-7B --dtype bfloat16 --world 2,4 --batch 1,8 --json model.json --resume
 
   moefleet bench model --layout expert_major --layout flat --transport shm,torch_dist --plot model.png
+
+  moefleet bench model --device cuda --model ./OLMoE-1B-7B --dtype bfloat16 --world 2 --transport nvlink,torch_dist
 """
 
 
@@ -57,9 +60,15 @@ def model(
     ] = 32,
     new_tokens: Annotated[int, typer.Option(help="New tokens of each text.", min=2, rich_help_panel=SIZES)] = 64,
     dtype: DtypeOption = Dtype.FLOAT32,
-    layout: Layouts = [EpLayout.FLAT],  # noqa: B006
+    layout: Annotated[
+        list[EpLayout],
+        typer.Option(
+            help="Of the Fleet; may be repeated.", show_default="flat; expert_major on GPUs", rich_help_panel=SIZES
+        ),
+    ] = [],  # noqa: B006
     transport: Annotated[list[str], typer.Option(help="Only these.", show_default="as auto", rich_help_panel=RUN)] = [],  # noqa: B006
     warmup: Annotated[int, typer.Option(help="Untimed generations first.", min=0, rich_help_panel=RUN)] = 1,
+    device: DeviceOption = Device.CPU,
     rounds: Rounds = 10,
     threads: Threads = None,
     alone_threads: Annotated[
@@ -78,6 +87,8 @@ def model(
 
     Both run the same loop with a KV cache, in turn, on the same cores: the process has the threads of all ranks.
 
+    On GPUs each rank has one, and the process has the first one. Runs under torchrun too.
+
     Each rank has its part of the batch and of the experts. --validate demands the same tokens.
     """
     import torch
@@ -86,12 +97,25 @@ def model(
     from ...bench.model import ModelPlan, measure, records
     from ...demo.job import MODEL
     from ...demo.run import require_transformers
+    from ...launch.devices import require_device
 
     require_transformers()
+    worlds = numbers("ranks", world, least=1)
+    require_device(device.value, max(worlds))
+    usual = EpLayout.FLAT if device is Device.CPU else EpLayout.EXPERT_MAJOR
     cases = [
-        ModelCase(model or MODEL, ranks, count, prompt_tokens, new_tokens, each, getattr(torch, dtype.value))
-        for ranks in numbers("ranks", world, least=1)
-        for each in dict.fromkeys(layout)
+        ModelCase(
+            model=model or MODEL,
+            world=ranks,
+            batch=count,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            layout=each,
+            dtype=getattr(torch, dtype.value),
+            device=device.value,
+        )
+        for ranks in worlds
+        for each in dict.fromkeys(layout or [usual])
         for count in numbers("sequences", batch, least=1)
     ]
     plan = ModelPlan(

@@ -11,15 +11,9 @@ import typer
 
 from ...bench.cases import Routing
 from ...config import EpLayout
+from ..devices import Device
 
 SIZES, RUN, OUTPUT = "What is measured", "How", "Output"
-
-
-class Device(str, Enum):
-    """Where ranks keep their tensors."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 class Dtype(str, Enum):
@@ -40,6 +34,9 @@ RoutingOption = Annotated[Routing, typer.Option(help="How tokens choose experts.
 Steps = Annotated[int, typer.Option(help="Timed steps of a candidate in each round.", min=1, rich_help_panel=RUN)]
 Warmup = Annotated[int, typer.Option(help="Untimed steps before them.", min=0, rich_help_panel=RUN)]
 Rounds = Annotated[int, typer.Option(help="How often candidates take turns.", min=1, rich_help_panel=RUN)]
+DeviceOption = Annotated[
+    Device, typer.Option(help="Where ranks keep their tensors; cuda: a GPU for each.", rich_help_panel=RUN)
+]
 Threads = Annotated[
     int | None, typer.Option(help="Threads of each rank.", min=1, show_default="cores / ranks", rich_help_panel=RUN)
 ]

@@ -28,6 +28,8 @@ def run(
 ) -> None:
     """Measure a plan, write and show its records, and exit with 1 where an output was wrong.
 
+    Under torchrun all ranks measure, and the first one writes and shows.
+
     Args:
         plan, measure, records: as for :func:`moefleet.bench.matrix.run`.
         json, resume, plot: the options.
@@ -37,16 +39,17 @@ def run(
     from ...bench.plot import plot as draw
     from ...bench.plot import require_plot
     from ...bench.records import to_json
+    from ...launch.torchrun import reports
 
     to_file = json not in ("", "-")
     if resume and not to_file:
         raise typer.BadParameter("--resume needs --json FILE: the records are there")
     if plot is not None:
         require_plot(plot)
-    notebook = Notebook(Path(json) if to_file else None, resume=resume)
+    notebook = Notebook(Path(json) if to_file else None, resume=resume, writes=reports())
     left = matrix.remaining(plan, notebook)
     try:
-        with _progress(left.ticks) as on_tick:
+        with _progress(left.ticks, shown=reports()) as on_tick:
             outcome = matrix.run(plan, notebook, measure, records, on_tick)
     except KeyboardInterrupt:
         if to_file:
@@ -54,17 +57,18 @@ def run(
                 f"interrupted: {json} has the cases that were measured; --resume goes on with the others", err=True
             )
         raise
-    if json == "-":
-        sys.stdout.write(to_json(outcome.records))
-    if plot is not None:
-        draw(outcome.records, plot)
-    _show(outcome, to_stderr=json == "-")
+    if reports():
+        if json == "-":
+            sys.stdout.write(to_json(outcome.records))
+        if plot is not None:
+            draw(outcome.records, plot)
+        _show(outcome, to_stderr=json == "-")
     if outcome.complaints:
         raise typer.Exit(WRONG_OUTPUT)
 
 
 @contextmanager
-def _progress(ticks: int) -> Iterator[Callable[[Any], None]]:
+def _progress(ticks: int, *, shown: bool) -> Iterator[Callable[[Any], None]]:
     """A progress bar on stderr, gone in the end. Yields what to call for each tick with its case."""
     from rich.console import Console
     from rich.progress import (
@@ -86,7 +90,7 @@ def _progress(ticks: int) -> Iterator[Callable[[Any], None]]:
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task("starting ranks", total=ticks)
         yield lambda case: progress.update(task, advance=1, description=str(case))
 

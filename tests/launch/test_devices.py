@@ -1,0 +1,30 @@
+"""A rank takes the CPU, or the GPU of its number where there is one for each rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moefleet.config import BootstrapConfig
+from moefleet.errors import MoEEpArchError, MoEEpConfigError
+from moefleet.launch.devices import require_device, take_device
+
+
+def test_without_gpus_only_the_cpu_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    require_device("cpu", 99)
+    assert take_device(BootstrapConfig(2, 1), "cpu") == BootstrapConfig(2, 1, device="cpu")
+    with pytest.raises(MoEEpArchError, match="--device cuda: this machine has no CUDA GPU"):
+        require_device("cuda", 1)
+
+
+def test_each_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    mine = take_device(BootstrapConfig(2, 1, timeout_s=7.0), "cuda")
+    assert (taken, mine.device, mine.timeout_s) == ([1], torch.device("cuda", 1), 7.0)
+    with pytest.raises(MoEEpConfigError, match="world: got 3, allowed at most 2, a GPU for each rank"):
+        take_device(BootstrapConfig(3, 1), "cuda")
+    assert taken == [1]
