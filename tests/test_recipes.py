@@ -21,13 +21,17 @@ MODEL = ROOT / "src/moefleet/assets/tiny-moe"
 SCRIPTS = sorted(RECIPES.glob("*.sbatch"))
 UID = "12345"
 
-# What a job sees of SLURM: srun starts TASKS processes of the command behind its options.
+# What a job sees of SLURM: srun starts TASKS processes of the command behind its options. Since 22.05 it must be told
+# how many cores a task has.
 SRUN = f"""\
 #!{sys.executable}
 import os, subprocess, sys
 command = sys.argv[1:]
+options = []
 while command[0].startswith("--"):
-    command.pop(0)
+    options.append(command.pop(0))
+if "--cpus-per-task=" + os.environ["SLURM_CPUS_PER_TASK"] not in options:
+    sys.exit(f"srun: the cores of a task are not among {{options}}")
 tasks = int(os.environ["TASKS"])
 started = [
     subprocess.Popen(command, env={{**os.environ, "SLURM_NTASKS": str(tasks), "SLURM_PROCID": n, "SLURM_LOCALID": n}})
@@ -52,11 +56,12 @@ def nobody() -> list[str]:
 
     Empty where this process may not change its user: then only the home is none.
     """
-    if os.geteuid() or not shutil.which("setpriv"):
+    setpriv = shutil.which("setpriv")
+    if os.geteuid() or setpriv is None:
         return []
     readable = "+dac_read_search"
     ids = [f"--reuid={UID}", f"--regid={UID}", "--clear-groups"]
-    command = ["setpriv", *ids, f"--inh-caps={readable}", f"--ambient-caps={readable}"]
+    command = [setpriv, *ids, f"--inh-caps={readable}", f"--ambient-caps={readable}"]
     may = subprocess.run([*command, "true"], capture_output=True, timeout=20).returncode == 0
     return command if may else []  # root of a container may lack the capability to give
 
@@ -67,12 +72,13 @@ def sbatch(script: str, arguments: list[str], tmp_path: Path, **variables: str) 
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     job = {
-        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin",
-        "SLURM_JOB_ID": str(free_port(20000 + os.getpid() % 10000, 2000) - 20000),
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}",  # nothing of a SLURM that this machine may have
+        "SLURM_JOB_ID": str(free_port(20000 + os.getpid() % 8000, 2000) - 20000),
         "SLURM_JOB_NODELIST": "here,there",
+        "SLURM_CPUS_PER_TASK": "1",
         **variables,
     }
-    return run([*nobody(), "bash", str(RECIPES / script), *arguments], tmp_path / "log", env=job)
+    return run([*nobody(), "/bin/bash", str(RECIPES / script), *arguments], tmp_path / "log", env=job)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -125,3 +131,13 @@ def test_image_has_what_it_copies_and_no_privilege() -> None:
         assert all(list(ROOT.glob(source)) for source in sources), f"COPY {sources}: nothing of that name"
     assert int([each[1] for each in words if each[0] == "USER"][-1].split(":")[0]) > 0
     assert [each for each in words if each[0] == "ENTRYPOINT"] == [["ENTRYPOINT", '["moefleet"]']]
+    assert words[-1] == ["CMD", '["doctor"]']
+
+
+def test_image_starts_without_triton_and_compiler(tmp_path: Path) -> None:
+    """What the image does unless it is told otherwise: neither comes with a CPU build of torch on a slim base."""
+    code = "import sys; sys.modules['triton'] = None; from moefleet.cli import app; app(['doctor'])"
+    job = {"PATH": str(tmp_path), "HOME": "/nonexistent", "COLUMNS": "200"}
+    ended = run([*nobody(), sys.executable, "-c", code], tmp_path / "log", env=job)
+    assert ended.code == 0, ended.output
+    assert "no C compiler" in ended.output and re.search(r"shm +yes", ended.output), ended.output

@@ -117,7 +117,7 @@ def test_ranks_in_different_domains_cannot_share_a_transport() -> None:
     for fleet in side_by_side(2, build):
         assert fleet.name == "torch_dist"
         assert fleet.passed_over["shm"] == (
-            "rank 1 is in another domain than rank 0 (host, network namespace or fabric)"
+            "rank 1 is in another domain than rank 0 (host, network namespace, user or fabric)"
         )
 
 

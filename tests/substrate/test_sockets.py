@@ -169,9 +169,11 @@ def test_a_rank_that_is_silent_while_descriptors_are_exchanged(meshes: list[Mesh
     os.close(fd)
 
 
-def test_one_namespace_for_this_host() -> None:
-    assert namespace_id() == namespace_id()
-    assert ":" in namespace_id()
+def test_one_namespace_for_this_host_and_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = namespace_id()
+    assert mine == namespace_id() and ":" in mine
+    monkeypatch.setattr(os, "getuid", lambda: 12345678)
+    assert namespace_id() != mine, "memory is passed to processes of the same user only"
 
 
 # Deaths.

@@ -184,5 +184,5 @@ def _why_not(candidate: str, hellos: list[dict[str, Any]]) -> str:
             return f"rank {rank}: {offer['reason']}"
         domains.add(offer["domain"])
         if len(domains) > 1:
-            return f"rank {rank} is in another domain than rank 0 (host, network namespace or fabric)"
+            return f"rank {rank} is in another domain than rank 0 (host, network namespace, user or fabric)"
     return ""

@@ -26,10 +26,10 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def namespace_id() -> str:
-    """What ranks must share to reach each other here: one kernel and one network namespace."""
+    """What ranks must share to reach each other here: one kernel, one network namespace and one user."""
     with open("/proc/sys/kernel/random/boot_id") as text:
         boot = text.read().strip()
-    return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}"
+    return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}:{os.getuid()}"
 
 
 class Mesh:
