@@ -222,7 +222,7 @@ def halves(me, layout, rounds):
 
 
 def failures(me, layout):
-    """One rank brings too much: it is told at once, its peers at their next look, and the next step works."""
+    """One rank brings too much: it is told at once, its peers at their next look and why, and the next step works."""
     p = make_problem(4, me.world, 8, 64, 2, [6] * me.world, torch.float32, "distinct")
     fleet = me.fleet(p.params(layout))
     first = fleet.placement.first_slot(me.rank)
@@ -244,7 +244,7 @@ def failures(me, layout):
                 fleet.require_alive()
                 raise AssertionError("the peers were not told")
             except MoEEpPeerError as error:
-                assert error.rank == me.world - 1, error
+                assert error.rank == me.world - 1 and "DispatchInputParams.x[0]" in error.reason, error
         me.meet()
         assert torch.equal(step(handle, x, layout, first)[1], want), (layout.name, "after a failed step")
         if number > 1:  # left in the middle
@@ -258,7 +258,7 @@ def failures(me, layout):
                         fleet.require_alive()
                         raise AssertionError("the peers were not told")
                 except MoEEpPeerError as error:
-                    assert error.rank == 0, error
+                    assert error.rank == 0 and "its handle was destroyed" in error.reason, error
             me.meet()
             assert torch.equal(step(handle, x, layout, first)[1], want), (layout.name, "after a step that was left")
     fleet.checking = False

@@ -13,6 +13,7 @@ from torch import Tensor
 from .config import BootstrapConfig
 from .errors import MoEEpError, MoEEpNotBuiltError, config_error
 from .fleet import Fleet, Handle
+from .fleet.streams import beside, stream_of
 from .placement import Placement
 from .tensors import HandleParams, MoEEpTensors
 
@@ -51,8 +52,8 @@ class CapturedForward:
         _require_graphs(fleet)
         self.inputs = replace(tensors, **{name: tensor.detach().clone() for name, tensor in _read(tensors).items()})
         self._fleet, self._made_for = fleet, _ranks_of(fleet)
-        self._ended = ""
-        with torch.no_grad():
+        self._ended, self._stream = "", stream_of(fleet.bootstrap)
+        with torch.no_grad(), beside(self._stream):
             self._handle = route(self.inputs)
             try:
                 self.output, self._replay = record(fleet, self._step_of(run), self.inputs)
@@ -78,8 +79,9 @@ class CapturedForward:
                 str(self.output.device),
                 "replay on the device of the capture: call torch.cuda.set_device first",
             )
-        self._fleet.require_replayable()
-        self._replay()
+        with beside(self._stream):
+            self._fleet.require_replayable()
+            self._replay()
         return self.output
 
     def __call__(self, tensors: MoEEpTensors | None = None) -> Tensor:
@@ -131,21 +133,19 @@ class CapturedForward:
 def record(
     fleet: Fleet, step: Callable[[MoEEpTensors], Tensor], inputs: MoEEpTensors
 ) -> tuple[Tensor, Callable[[], object]]:
-    """Warm up, then capture ``step`` on a side stream. Returns the tensor that it writes, and the graph's replay."""
-    side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    """Warm up, then capture ``step``, on the Fleet's stream or a side stream.
 
-    def beside(inputs: MoEEpTensors) -> Tensor:
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
+    Returns:
+        The tensor that it writes, and the graph's replay.
+    """
+    side = stream_of(fleet.bootstrap) or torch.cuda.Stream()
+    with beside(side):
+        for _ in range(WARM_UPS):
             made = step(inputs)
-        here.wait_stream(side)
-        return made
-
-    for _ in range(WARM_UPS):
-        made = beside(inputs)
     output = torch.empty_like(made) if inputs.output is None else inputs.output
     inputs = replace(inputs, output=output)
-    beside(inputs)  # once into the output itself, whose strides kernels depend on
+    with beside(side):
+        step(inputs)  # once into the output itself, whose strides kernels depend on
     graph = torch.cuda.CUDAGraph()
     pool = _pools.setdefault(fleet, torch.cuda.graph_pool_handle())
     with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):

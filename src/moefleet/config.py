@@ -45,7 +45,8 @@ class BootstrapConfig:
         world_size: number of ranks ``W`` in the group, at least 1.
         rank: this rank inside the group, ``0 <= rank < world_size``. The group may be any subset of a larger
             world, in any order.
-        stream: raw handle of the CUDA stream that the Fleet's work is ordered on; 0 is the current stream.
+        stream: raw handle of the CUDA stream that the Fleet's work goes to; 0 is the current stream. ``MoEEpLayer``
+            runs all of a forward there, in order with the current stream; with handles, that order is the caller's.
         auto_bootstrap: create a missing store or process group from ``MASTER_ADDR`` and ``MASTER_PORT``.
         device: where the Fleet's tensors live; ``None`` means the CPU transports' CPU, or the current CUDA device.
             Never guessed from a global rank.

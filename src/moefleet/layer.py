@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from .captured import CapturedForward
@@ -13,6 +14,7 @@ from .config import BootstrapConfig, CommConfig, FleetParams, KernelConfig, Mega
 from .errors import MoEEpNotBuiltError, config_error
 from .fleet import Fleet, Handle, create_fleet
 from .fleet import Meeting as Meeting
+from .fleet.streams import beside, stream_of
 from .kernels import get_kernel
 from .knobs import FleetAlgoKnob, HandleAlgoKnobTopKWeights
 from .placement import Placement
@@ -70,6 +72,8 @@ class MoEEpLayer(nn.Module):
     def forward(self, tensors: MoEEpTensors) -> Tensor:
         """Route, dispatch, compute, combine. All ranks of the Fleet call it in the same order, also without tokens.
 
+        On a GPU all of it runs on ``BootstrapConfig.stream``, where that names one, in order with the current stream.
+
         Returns:
             ``[T, H]`` in the dtype of the expert rows.
 
@@ -77,10 +81,12 @@ class MoEEpLayer(nn.Module):
             MoEEpConfigError: a bad input here; the peers raise MoEEpPeerError, and the next forward works.
             MoEEpPeerError, MoEEpTimeoutError: another rank failed, ended or did not come.
         """
-        if self._watch is not None:
-            return self._watched_forward(tensors, self._watch)
-        with self._route(tensors) as handle:
-            return self._run(handle, tensors)
+        stream = stream_of(self._fleet.bootstrap)
+        with beside(stream):
+            y = self._forward(tensors)
+        if stream is not None:
+            y.record_stream(torch.cuda.current_stream(y.device))
+        return y
 
     def capture(self, tensors: MoEEpTensors) -> CapturedForward:
         """This layer's forward for ``T`` tokens as a CUDA graph, to be replayed any number of times.
@@ -117,9 +123,9 @@ class MoEEpLayer(nn.Module):
     def last_timings_ms(self) -> dict[str, float]:
         """Milliseconds of the last forward: ``route``, ``dispatch``, ``compute``, ``combine``, ``total``.
 
-        On a CPU they are the host's, with the waits for other ranks; on a GPU they are those of the current stream, and
-        reading them waits for that forward. Empty before the first forward, after one that raised, and after one that
-        a CUDA graph captured; a replay is not timed.
+        On a CPU they are the host's, with the waits for other ranks; on a GPU they are those of the forward's stream,
+        and reading them waits for that forward. Empty before the first forward, after one that raised, and after one
+        that a CUDA graph captured; a replay is not timed.
 
         Raises:
             MoEEpConfigError: timing is off.
@@ -130,6 +136,12 @@ class MoEEpLayer(nn.Module):
 
     def _set_watch(self, *, timing: bool, ranges: bool) -> None:
         self._watch = Watch(timing, ranges) if timing or ranges else None
+
+    def _forward(self, tensors: MoEEpTensors) -> Tensor:
+        if self._watch is not None:
+            return self._watched_forward(tensors, self._watch)
+        with self._route(tensors) as handle:
+            return self._run(handle, tensors)
 
     def _watched_forward(self, tensors: MoEEpTensors, watch: Watch) -> Tensor:
         """:meth:`forward`, phase by phase."""

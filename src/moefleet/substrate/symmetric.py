@@ -28,7 +28,7 @@ class SymmetricMemory:
     def allocate(
         cls, size: int, device: torch.device, *, rank: int, world_size: int, store: Any, name: str
     ) -> SymmetricMemory:
-        """Allocate ``size`` bytes here and map everybody's. All ranks call this; they meet in ``store``.
+        """Allocate ``size`` bytes here and map everybody's. All ranks call this, and wait for one another in ``store``.
 
         Args:
             store: a ``torch.distributed.Store`` of these ranks alone, for this allocation alone.
@@ -45,16 +45,20 @@ class SymmetricMemory:
             store.set("symmetric memory", secrets.token_hex(8))
         name = f"{name}-{store.get('symmetric memory').decode()}"
         # A process group without a backend: all that is wanted of it is its store.
-        store = CountingFromZero(store)
-        group = ProcessGroup(store, rank, world_size)
+        counting = CountingFromZero(store)
+        group = ProcessGroup(counting, rank, world_size)
         group._set_group_name(name)  # type: ignore[arg-type, unused-ignore]  # a str in some versions
         _register_process_group(name, group)  # type: ignore[arg-type, unused-ignore]
-        _SymmetricMemory.set_group_info(name, rank, world_size, store)
+        _SymmetricMemory.set_group_info(name, rank, world_size, counting)
         own = symmetric.empty(size, dtype=torch.uint8, device=device)
         own.zero_()
         torch.cuda.synchronize(device)
+        # Who waits here for a rank that failed can be left alone. In torch's rendezvous it would keep a socket, whose
+        # name is the process's, from the next one.
+        store.set(f"allocated/{rank}", "")
+        store.wait([f"allocated/{peer}" for peer in range(world_size)])
         mapping = _SymmetricMemory.rendezvous(own, name)
-        return cls(own, tuple(mapping.buffer_ptrs), (mapping, store))
+        return cls(own, tuple(mapping.buffer_ptrs), (mapping, counting))
 
 
 class CountingFromZero(dist.Store):

@@ -21,9 +21,9 @@ import torch
 import triton.language as tl
 
 from moefleet import NVLinkConfig
-from moefleet.fleet import tolerance
+from moefleet.fleet import streams, tolerance
 from moefleet.substrate.symmetric import SymmetricMemory
-from moefleet.transports.nvlink import counts, engine, fleet, handle, launch, outputs, topology
+from moefleet.transports.nvlink import counts, engine, fleet, handle, launch, notes, outputs, topology
 from moefleet.transports.nvlink.kernels import judging, signals
 from tests.transports.nvlink import simulate  # noqa: F401 - the interpreter's scalars as indices
 
@@ -101,7 +101,7 @@ def poll(flag: Any, value: Any, budget_ns: Any) -> Any:
 
 def pretend() -> None:
     """From now on this process has a GPU, for the nvlink transport alone."""
-    for module in (counts, engine, fleet, handle, launch, outputs, topology, tolerance):
+    for module in (counts, engine, fleet, handle, launch, notes, outputs, streams, topology, tolerance):
         module.torch = _Torch()  # type: ignore[attr-defined]
     fleet.LIMITS = dataclasses.replace(fleet.LIMITS, device_types=frozenset({"cpu"}))
     topology.SymmetricMemory = SimpleNamespace(allocate=allocate)  # type: ignore[assignment, misc]

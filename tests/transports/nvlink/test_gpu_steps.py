@@ -1,4 +1,4 @@
-"""On real GPUs: captured forwards, what a Fleet counts, and knobs of a handle."""
+"""On real GPUs: captured forwards, streams, what a Fleet counts, and knobs of a handle."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from moefleet import (
     MoEEpConfigError,
     MoEEpError,
     MoEEpLayer,
+    MoEEpPeerError,
     MoEEpTensors,
     NVLinkConfig,
     SplitConfig,
@@ -33,6 +34,7 @@ from moefleet import (
     reference,
 )
 from moefleet.integrations import prometheus
+from moefleet.substrate.symmetric import SymmetricMemory
 from tests.conformance.context import RankContext, compute, made, poison, routed, sent, step
 from tests.conformance.pool import shared_pool
 from tests.conformance.ranks import Ranks
@@ -139,6 +141,55 @@ def test_what_a_captured_forward_refuses(world: int) -> None:
     for told in ranks()(owners, params_of(EpLayout.EXPERT_MAJOR), world=world):
         for text, want in zip(told, [*wanted, "its layer was destroyed", "was destroyed"], strict=True):
             assert want in text, text
+
+
+def failing_beside_graphs(ctx: RankContext, params: FleetParams) -> list[Any]:
+    """Rank 1 gives up a step that rank 0 runs eagerly, and one that it replays; no host knows the number of either."""
+    layer, given = layer_of(ctx, params), tensors_of(ctx, 0, 7)
+    forward = layer.capture(given)
+    want, told = forward.replay().clone(), []
+    for replayed in (False, True):
+        forward.replay()
+        with pytest.raises(MoEEpError) as caught:
+            if ctx.rank == 1:
+                layer(replace(given, hidden_states=given.hidden_states[1:]))
+            (forward if replayed else layer)(given)
+            torch.cuda.synchronize()
+            layer.fleet.require_alive()
+        told.append((type(caught.value), getattr(caught.value, "rank", -1), getattr(caught.value, "reason", "")))
+        assert torch.equal(forward(given), want)
+    return told
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2")
+@layouts
+def test_reasons_beside_graphs(layout: EpLayout) -> None:
+    theirs, own = ranks()(failing_beside_graphs, params_of(layout), world=2)
+    assert [kind for kind, _, _ in own] == [MoEEpConfigError] * 2
+    for kind, rank, reason in theirs:
+        assert (kind, rank) == (MoEEpPeerError, 1)
+        assert f"DispatchInputParams.x[0]: got shape [6, {H}]" in reason
+
+
+def failing_to_map(ctx: RankContext, params: FleetParams) -> list[Any]:
+    """Rank 1 fails where rank 0 waits for it in a library; both try again at once."""
+
+    def allocate(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no memory left")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, MoEEpError)) as caught:
+        if ctx.rank == 1:
+            patch.setattr(SymmetricMemory, "allocate", allocate)
+        ctx.fleet(params)
+    _, y = step(ctx.fleet(params), *ctx.mine(problem_of(0, [7, 7])))
+    return [type(caught.value), getattr(caught.value, "reason", ""), y]
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2")
+def test_a_rank_that_cannot_map_memory() -> None:
+    (kind, reason, y), (own, _, _) = ranks()(failing_to_map, params_of(EpLayout.FLAT), world=2)
+    assert (kind, reason, own) == (MoEEpPeerError, "RuntimeError: no memory left", RuntimeError)
+    assert y.isfinite().all()
 
 
 def counted(ctx: RankContext, params: FleetParams, problems: list[Problem]) -> list[dict[str, Any]]:
@@ -257,10 +308,10 @@ def test_knobs_of_a_handle(world: int) -> None:
 
 
 def over_streams(ctx: RankContext, params: FleetParams, problem: Problem) -> bool:
-    """Steps of one Fleet on streams in turn, without a word between them, stay in order."""
+    """Steps of one Fleet on streams in turn, the default one too, without a word between them, stay in order."""
     fleet, (x, ids, weights) = ctx.fleet(params), ctx.mine(problem)
     fleet.checking = False
-    streams = [torch.cuda.Stream(ctx.device) for _ in range(3)]
+    streams = [torch.cuda.default_stream(ctx.device), *(torch.cuda.Stream(ctx.device) for _ in range(2))]
     handle, ys = fleet.create_handle(HandleParams(ids), [HandleAlgoKnobTopKWeights(weights)]), []
 
     def whole_step() -> torch.Tensor:
@@ -290,3 +341,40 @@ def reference_rows(fleet: Fleet, out: Any) -> torch.Tensor:
 def test_steps_on_streams_in_turn(layout: EpLayout, world: int) -> None:
     problem = problem_of(3, [5, 9][:world])
     assert all(ranks()(over_streams, problem.params(layout), problem, world=world))
+
+
+def beside_a_stream(ctx: RankContext, params: FleetParams) -> list[bool]:
+    """A layer whose Fleet has a stream reads what the current stream writes late, and is read by it at once."""
+    plain, fresh = layer_of(ctx, params), [tensors_of(ctx, seed, 7) for seed in range(3)]
+    want = [plain(tensors).clone() for tensors in fresh]
+    stream = torch.cuda.Stream(ctx.device)
+    layer = layer_of(replace(ctx, bootstrap=replace(ctx.bootstrap, stream=stream.cuda_stream)), params)
+    given = tensors_of(ctx, 0, 7)
+    forward, right = layer.capture(given), []
+    graph, kept = torch.cuda.CUDAGraph(), replace(given, output=torch.empty_like(given.hidden_states))
+    layer(kept)
+    with torch.cuda.graph(graph):  # the caller's own capture: all of it is there
+        layer(kept)
+    for number in range(24):
+        given.hidden_states.fill_(float("nan")), given.topk_weights.fill_(float("nan"))
+        torch.cuda._sleep(2_000_000)  # about a millisecond
+        for name in ("hidden_states", "topk_ids", "topk_weights"):
+            getattr(given, name).copy_(getattr(fresh[number % 3], name))
+        if number % 4 == 3:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                graph.replay()
+            torch.cuda.current_stream().wait_stream(stream)
+            y = kept.output
+        else:
+            y = forward(given) if number % 4 == 1 else layer(given)
+        right.append(torch.equal(y.clone(), want[number % 3]))
+        del y
+    return right
+
+
+@worlds
+@layouts
+def test_a_layer_beside_a_stream(layout: EpLayout, world: int) -> None:
+    for right in ranks()(beside_a_stream, params_of(layout), world=world):
+        assert all(right), right

@@ -87,31 +87,30 @@ def test_error_words(trouble: Trouble) -> None:
 
 
 def test_steps() -> None:
-    told: list[object] = []
-    steps = Steps(told.append)
+    told: list[tuple[object, str]] = []
+    steps = Steps(lambda slot, error: told.append((slot, str(error))))
     a, b = steps.begin(), steps.begin()
     assert {steps.output_of(a), steps.output_of(b)} == {0, 1}
     with pytest.raises(MoEEpConfigError, match="at most 2 steps"):
         steps.begin()
-    steps.fail_next(ValueError())
+    steps.fail_next(ValueError("refused"))
     assert told == []  # the step that was refused is no step
     steps.sent(steps.output_of(a), "slot a")
     assert steps.open == [a, b] and steps.open_slots == ["slot a"]  # what a Fleet fails when it is destroyed
     steps.fail(a, "why")
     steps.fail(a, "again")
-    assert told == ["slot a"]
+    assert told == [("slot a", "why")]
     c = steps.begin()
     assert {steps.output_of(b), steps.output_of(c)} == {0, 1}
     steps.close(b)
     steps.close(c)
-    steps.fail_next(ValueError())
-    assert told == ["slot a", None]
-    assert steps.begun == 4
+    steps.fail_next(ValueError("too many"))
+    assert told == [("slot a", "why"), (None, "too many")]
 
 
 def test_a_step_waits_for_the_one_before_last() -> None:
     """Steps s and s + 2 share a buffer set, whatever became of s + 1."""
-    steps = Steps(lambda slot: None)
+    steps = Steps(lambda slot, error: None)
     first, second = steps.begin(), steps.begin()
     steps.close(second)
     with pytest.raises(MoEEpConfigError, match="step 1 of 2 is not combined"):

@@ -18,7 +18,7 @@ from moefleet import (
     quant,
     reference,
 )
-from moefleet.launch import launch
+from tests.faults.engine import run
 from tests.strategies import Problem, make_problem
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -236,10 +236,9 @@ def through_layers(bootstrap: BootstrapConfig, problem: Problem) -> list[torch.T
 def test_layers_over_whole_fleets() -> None:
     p = make_problem(11, 2, 4, 160, 2, [3, 2], torch.bfloat16)
     want = reference.forward(p.xs, *p.routing, *p.weights(24), quantised=True)
-    for result, answer in zip(launch(through_layers, 2, args=(p,)), want):
-        assert result.error is None, result.error
-        assert answer is not None and len(result.value) == 6
-        for y in result.value:
+    for value, answer in zip(run(through_layers, p, world=2, timeout_s=100), want):
+        assert answer is not None and len(value) == 6
+        for y in value:
             assert y.dtype == torch.bfloat16
             torch.testing.assert_close(y.double(), answer, rtol=0, atol=2.0**-5 * max(1.0, float(answer.abs().max())))
-        assert all(torch.equal(a, b) for a, b in zip(result.value[::2], result.value[1::2]))
+        assert all(torch.equal(a, b) for a, b in zip(value[::2], value[1::2]))

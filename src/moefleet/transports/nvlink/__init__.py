@@ -1,4 +1,4 @@
-"""``nvlink``: GPUs that can map each other's memory, such as those of an NVLink domain.
+"""``nvlink``: GPUs of one host that can map each other's memory, as NVLink lets them.
 
 A token crosses to a rank once, whatever the layout. Rows are pushed into the sender's own region of the receiver's
 memory and unpacked there; in combine a rank sums its experts' rows before it sends one home. Steps are numbered on

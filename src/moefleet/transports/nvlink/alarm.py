@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 from ...errors import MoEEpConfigError, MoEEpError, MoEEpPeerError, MoEEpTimeoutError, config_error
+from ...fleet.stepping import step_failed
+from ...substrate.control import Header
 from ...substrate.rowtypes import code_name
 
 
@@ -30,8 +33,10 @@ def trouble_in(word: int) -> Trouble:
     return Trouble(word & 0xFF)
 
 
-def to_error(word: int, capacity: int, timeout_s: float) -> MoEEpError:
-    """The error that a word stands for."""
+def to_error(
+    word: int, capacity: int, timeout_s: float, note_of: Callable[[int, int], Header | None] = lambda rank, step: None
+) -> MoEEpError:
+    """The error that a word stands for. ``note_of(rank, step)`` is what a rank said when it gave the step up."""
     trouble, rank, number = trouble_in(word), word >> 8 & 0xFFFF, word >> 24
     if trouble in STICKY:
         phase = "dispatch" if trouble is Trouble.TIMEOUT_DISPATCH else "combine"
@@ -41,6 +46,8 @@ def to_error(word: int, capacity: int, timeout_s: float) -> MoEEpError:
             ranks=[rank],
         )
     if trouble is Trouble.PEER_FAILED:
+        if (note := note_of(rank, number)) is not None:
+            return step_failed(note.origin, number, note.operation, note.reason)
         return MoEEpPeerError(
             f"rank {rank} failed in step {number}; its own error says why", rank=rank, reason="failed in this step"
         )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...fleet.base import row_bytes
-from .engine import Engine
+from ...fleet.streams import stream_at
 from .geometry import CONTROL
+
+if TYPE_CHECKING:
+    from .engine import Engine  # needs Triton
 
 
 class CountReader:
@@ -31,7 +34,7 @@ class CountReader:
                 with torch.cuda.device(engine.device):
                     self._stream.wait_stream(torch.cuda.current_stream())
                     if last_stream is not None:
-                        self._stream.wait_stream(torch.cuda.ExternalStream(last_stream, engine.device))
+                        self._stream.wait_stream(stream_at(last_stream, engine.device))
                     with torch.cuda.stream(self._stream):
                         self._host.copy_(engine.control, non_blocking=True)
                     self._stream.synchronize()

@@ -15,7 +15,7 @@ from ...config import EpLayout
 from ...quant import BLOCK
 from ...substrate.control import SETS
 from ...substrate.rowtypes import row_code
-from .geometry import BOARD, CONTROL, FOREVER, MOST_JUDGED, ROUND_SHIFT, SLOTS, Geometry
+from .geometry import BOARD, CONTROL, FOREVER, MOST_JUDGED, NOTE_WORDS, ROUND_SHIFT, SLOTS, Geometry
 from .kernels.combine import combine
 from .kernels.dispatch import dispatch
 from .kernels.expect import expect
@@ -115,6 +115,7 @@ class Engine:
         self.control[CONTROL.budget_ns] = int(timeout_s * 1e9)
         self.alarm = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._alarm_view = self.alarm.numpy()  # seen through NumPy: torch takes longer to read one number
+        self._no_note = torch.zeros(NOTE_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._tolerant, self._renormalize = tolerant, renormalize
         self._board = torch.zeros(BOARD.words, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.board = self._board.numpy()
@@ -132,14 +133,13 @@ class Engine:
         self.outputs = tuple(self._new_output(number) for number in range(SETS))
         self._block = min(8192, _power_of_two(params.token_hidden_size))
         self.count_only(self.mask.tolist())
-        self._side_stream = 0
         if tolerant:
             self._prepare()
 
     def _prepare(self) -> None:
         """Compile now what faults need, so that nobody waits for it then."""
-        g, side = self.geometry, torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._side, self._side_stream = side, side.cuda_stream if side is not None else 0
+        g, on_gpu = self.geometry, self.device.type == "cuda"
+        self._side_stream = torch.cuda.Stream(self.device).cuda_stream if on_gpu else 0  # torch never destroys one
         constants = (g.shared, g.rank, g.world_size)
         self._announce = self._launcher.bind(announce, 1, (self._peers, self.control), constants, {"num_warps": 1})
         for fresh in (True, False):
@@ -171,13 +171,16 @@ class Engine:
         """Give a slot back, for the next handle, or for as long as this engine lives to graphs that captured it."""
         (self._kept if captured else self._slots).append(slot)
 
-    def fail(self, slot: torch.Tensor, stream: int, *, fresh: bool, wait: bool = True) -> None:
-        """Give up the step that ``slot`` dispatched, or (``fresh``) the next one."""
-        self._bind_fail(slot, fresh, wait)(stream)
+    def fail(
+        self, slot: torch.Tensor, stream: int, note: torch.Tensor | None = None, *, fresh: bool, wait: bool = True
+    ) -> None:
+        """Give up the step that ``slot`` dispatched, or (``fresh``) the next one. ``note`` tells the peers why: pinned,
+        int64 ``[NOTE_WORDS]``, unchanged until this has run."""
+        self._bind_fail(slot, fresh, wait)(stream, self._no_note if note is None else note)
 
     def _bind_fail(self, slot: torch.Tensor, fresh: bool, wait: bool) -> Launch:
         g = self.geometry
-        args = (slot, self._peers, self.control, self.alarm)
+        args = (self._no_note, slot, self._peers, self.control, self.alarm)
         constants = (g.shared, g.slot, g.rank, g.world_size, self.dispatch_grid.programs, self._early, fresh, wait,
                      self._tolerant)  # fmt: skip
         return self._launcher.bind(fail, 1, args, constants, self._options(4))

@@ -16,9 +16,12 @@ from ...fleet.base import FleetSpec
 from ...fleet.limits import Limits
 from ...fleet.registry import Capability, register_fleet
 from ...fleet.rendezvous import Meeting
+from ...fleet.stepping import blame
+from ...fleet.streams import stream_at
 from ...fleet.tolerance import FaultTolerantFleet
 from ...knobs import FP8E4M3, FleetAlgoKnob, FleetAlgoKnobQuantization, HandleAlgoKnob
 from ...placement import Placement
+from ...substrate.control import Operation
 from ...substrate.rowtypes import DTYPES
 from ...tensors import HandleParams
 from .alarm import STICKY, to_error, trouble_in
@@ -46,7 +49,8 @@ LIMITS = Limits(
 
 @register_fleet("nvlink")
 class NVLinkFleet(FaultTolerantFleet):
-    """GPUs of one NVLink domain. See the package docstring for how rows move, ``memory_bytes`` for what it takes.
+    """GPUs of one host that map each other's memory. See the package docstring for how rows move, ``memory_bytes`` for
+    what it takes.
 
     Attributes: ``checking``, whether MOEFLEET_CHECK is set.
 
@@ -120,7 +124,8 @@ class NVLinkFleet(FaultTolerantFleet):
             if self.bootstrap.world_size > 1:
                 stream, _ = self.ordered_stream()
                 for slot in self.steps.open_slots:  # peers wait for this rank's part of these
-                    self.engine.fail(slot, stream, fresh=False, wait=False)
+                    note = self._note("its Fleet was destroyed before the step was combined", fresh=False)
+                    self.engine.fail(slot, stream, note, fresh=False, wait=False)
                 self.engine.depart(stream)
             torch.cuda.synchronize(self.device)
             self._reader.read(self._last_stream)
@@ -199,31 +204,36 @@ class NVLinkFleet(FaultTolerantFleet):
             self._last_stream = None
         elif stream != self._last_stream:
             if self._last_stream is not None:
-                event = torch.cuda.Event()
-                event.record(torch.cuda.ExternalStream(self._last_stream, self.device))
-                torch.cuda.ExternalStream(stream, self.device).wait_event(event)
+                stream_at(stream, self.device).wait_stream(stream_at(self._last_stream, self.device))
             self._last_stream = stream
         return stream, captured
 
-    def _give_up(self, slot: object) -> None:
-        """Take part in a step without rows; in one that was dispatched with ``slot``, or in the next."""
+    def _give_up(self, slot: torch.Tensor | None, error: BaseException | str) -> None:
+        """Take part in a step without rows, because of ``error``: in one that was dispatched with ``slot``, or in the
+        next."""
         if self._closed or torch.cuda.is_current_stream_capturing():
             return
         word = self.engine.alarm_word()
         if word and trouble_in(word) in STICKY:
             return
         stream, _ = self.ordered_stream()
+        fresh, slot = slot is None, self._topology.spare if slot is None else slot
         with torch.cuda.device(self.device):
-            if isinstance(slot, torch.Tensor):
-                self.engine.fail(slot, stream, fresh=False)
-            else:
-                self.engine.fail(self._topology.spare, stream, fresh=True)
+            self.engine.fail(slot, stream, self._note(error, fresh=fresh), fresh=fresh)
+
+    def _note(self, error: BaseException | str, *, fresh: bool) -> torch.Tensor:
+        """What peers are told of a step that is given up before (``fresh``) or after its rows were sent."""
+        operation = Operation.DISPATCH if fresh else Operation.COMBINE
+        return self._topology.notes.write(operation, *blame(error, self.bootstrap.rank))
 
     def _raise_alarm(self, word: int) -> None:
-        if trouble_in(word) not in STICKY and not torch.cuda.is_current_stream_capturing():
+        capacity, timeout_s = self.params.recv_capacity(self.bootstrap.world_size), self.bootstrap.timeout_s
+        if torch.cuda.is_current_stream_capturing():
+            raise to_error(word, capacity, timeout_s)
+        error = to_error(word, capacity, timeout_s, self._topology.notes.read)
+        if trouble_in(word) not in STICKY:
             self.engine.clear_alarm()
-        capacity = self.params.recv_capacity(self.bootstrap.world_size)
-        raise to_error(word, capacity, self.bootstrap.timeout_s)
+        raise error
 
     def _open_steps(self) -> int:
         return len(self.steps.open)

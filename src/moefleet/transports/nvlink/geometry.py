@@ -16,11 +16,14 @@ from typing import NamedTuple
 from ...config import EpLayout, FleetParams
 from ...knobs import FleetAlgoKnob, RowFormat
 from ...placement import Placement
-from ...substrate.control import SETS
+from ...substrate.control import HEADER_BYTES, SETS
 
 HEAD_WORDS = 8
 """int32 words of a dispatch header before the counts per expert: rows, K, row code, status; with fault tolerance also
 round, low half of the step, and the ranks that the sender counts, as bits."""
+
+NOTE_WORDS, NOTE_STEP = HEADER_BYTES // 8, 2
+"""int64 words of a note that says why a rank gave a step up (``substrate.control.Header``), and which is the step."""
 
 LINE = 16
 """int64 words between two control words, so that each has cache lines of its own."""
@@ -35,6 +38,7 @@ class Places(NamedTuple):
     ``head_flag``, ``comb_flag``, ``done_flag``, ``read_flag``, ``gone`` int64 ``[W]``; ``round_of``, ``waiting`` and
     ``compiling`` int64 ``[W]``, of the first set only: the round that the source is in, whether it waits for somebody
     else than us, and whether it compiles a kernel; ``comb_status`` int32 ``[W]``; ``head`` int32 ``[W, head_words]``;
+    ``note`` int64 ``[W, NOTE_WORDS]``, why the source gave the step up that this set had last of those it gave up;
     ``row_flag``, ``back_flag`` int64 ``[W, M]``; ``local``, ``rank`` int32 and ``weight`` float32 ``[W, M, K]``;
     ``scales`` ``[W, M]`` of their bytes; ``rows``, ``back`` ``[W, M, H]``. In HIGH_THROUGHPUT the last two are the
     same memory. ``region`` is how many of dispatch's rows fit into a source's part of ``rows``: ``M``, or more where
@@ -55,6 +59,7 @@ class Places(NamedTuple):
     compiling: int
     comb_status: int
     head: int
+    note: int
     row_flag: int
     back_flag: int
     local: int
@@ -194,6 +199,7 @@ class Geometry:
         take = _packer(128)
         flags = [take(8 * world) for _ in range(8)]
         status, head = take(4 * world), take(4 * world * head_words)
+        note = take(8 * world * NOTE_WORDS)
         row_flag, back_flag = take(8 * world * most), take(8 * world * most)
         slots_bytes = 4 * world * most * topk
         local, rank_at, weight = take(slots_bytes), take(slots_bytes if expert_major else 0), take(slots_bytes)
@@ -217,6 +223,7 @@ class Geometry:
             compiling=flags[7],
             comb_status=status,
             head=head,
+            note=note,
             row_flag=row_flag,
             back_flag=back_flag,
             local=local,

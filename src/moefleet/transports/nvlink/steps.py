@@ -18,19 +18,15 @@ class Steps:
     """At most two steps are dispatched and not yet combined.
 
     Args:
-        give_up: called with an open step's slot, or ``None`` for the next step, to take part without rows.
+        give_up: called with an open step's slot, or ``None`` for the next step, to take part without rows; and with
+            what the peers are told.
     """
 
-    def __init__(self, give_up: Callable[[object], None]) -> None:
+    def __init__(self, give_up: Callable[[Any, BaseException | str], None]) -> None:
         self._give_up = give_up
         self._begun = 0
         self._taken_by = [_FREE] * SETS
-        self._slots: list[object] = [None] * SETS
-
-    @property
-    def begun(self) -> int:
-        """Steps that this rank began, those in captured graphs counted once."""
-        return self._begun
+        self._slots: list[Any] = [None] * SETS
 
     @property
     def open(self) -> list[int]:
@@ -81,11 +77,11 @@ class Steps:
         """Give an open step up; the peers are told."""
         if step not in self._taken_by:
             return
-        self._give_up(self._slots[self._taken_by.index(step)])
+        self._give_up(self._slots[self._taken_by.index(step)], error)
         self.close(step)
 
     def fail_next(self, error: BaseException) -> None:
         """Give up the step that was about to begin; the peers are told."""
         if not self._blocked:
-            self._give_up(None)
+            self._give_up(None, error)
             self._begun += 1

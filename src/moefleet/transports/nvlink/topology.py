@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import PrefixStore
@@ -22,6 +22,7 @@ from ...substrate.group import HostGroup
 from ...substrate.symmetric import SymmetricMemory
 from .counts import CountReader
 from .geometry import BOARD, MOST_JUDGED, Geometry
+from .notes import Notes
 
 if TYPE_CHECKING:
     from .engine import Engine, Grids
@@ -36,6 +37,7 @@ class Topology:
         bootstrap, placement: who this rank is and where experts are.
         geometry, memory, engine, reader: sizes, what peers write to, the kernels over it, what they counted.
         spare: a slot for steps that are given up before they begin.
+        notes: why steps were given up, here and elsewhere.
         faults: accusations and mask.
         group: with fault tolerance, how hosts see one another: sockets that end with a process, and control blocks.
         agreement: what the ranks decide together; ``None`` without fault tolerance.
@@ -49,6 +51,7 @@ class Topology:
     engine: Engine
     reader: CountReader
     spare: torch.Tensor
+    notes: Notes
     faults: FaultState
     group: HostGroup | None = None
     agreement: Agreement | None = None
@@ -73,15 +76,20 @@ class Topology:
                 "world_size with FleetAlgoKnobFaultTolerance", world, f"at most {MOST_JUDGED}", "leave the knob out"
             )
         geometry = Geometry.of(spec.params, placement, rank, spec.knobs)
+
+        def allocate(store: Any) -> SymmetricMemory:
+            with torch.cuda.device(device):
+                return SymmetricMemory.allocate(
+                    geometry.shared_bytes,
+                    device,
+                    rank=rank,
+                    world_size=world,
+                    store=PrefixStore("nvlink", store),
+                    name=f"moefleet-{meeting.fleet_id}-{meeting.generation}",
+                )
+
+        memory = meeting.attend(allocate)
         with torch.cuda.device(device):
-            memory = SymmetricMemory.allocate(
-                geometry.shared_bytes,
-                device,
-                rank=rank,
-                world_size=world,
-                store=PrefixStore("nvlink", meeting.store),
-                name=f"moefleet-{meeting.fleet_id}-{meeting.generation}",
-            )
             engine = Engine(
                 geometry,
                 device,
@@ -94,10 +102,10 @@ class Topology:
             )
             spare = engine.new_slot()
             torch.cuda.synchronize(device)
-            reader = CountReader(engine)
+            reader, notes = CountReader(engine), Notes(geometry, memory.own, device)
         faults = FaultState(rank, world, tolerant=tolerance is not None)
         topology = cls(
-            meeting.generation, bootstrap, placement, geometry, memory, engine, reader, spare, faults
+            meeting.generation, bootstrap, placement, geometry, memory, engine, reader, spare, notes, faults
         )  # fmt: skip
         try:
             if tolerance is not None:

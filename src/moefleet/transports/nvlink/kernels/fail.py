@@ -10,18 +10,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..geometry import CONTROL
+from ..geometry import CONTROL, NOTE_STEP, NOTE_WORDS
 from .judging import COMBINE, DISPATCH, counting, has, left_of, numbered, sign, wait_for
 from .signals import FOREVER, TIMEOUT_COMBINE, TIMEOUT_DISPATCH, enter, flags, release, wait, words
 
 _LAUNCHES = tl.constexpr(CONTROL.launches)
+_NOTE_WORDS, _NOTE_STEP = tl.constexpr(NOTE_WORDS), tl.constexpr(NOTE_STEP)
 
 
 @triton.jit
-def fail(slot, peers, ctl, alarm, L: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr,
+def fail(note, slot, peers, ctl, alarm, L: tl.constexpr, S: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr,
          PROGRAMS: tl.constexpr, EARLY: tl.constexpr, FRESH: tl.constexpr, WAIT: tl.constexpr,
          TOLERANT: tl.constexpr):  # fmt: skip
-    """Give up the step that ``slot`` has dispatched, or (``FRESH``) the next one before anything was sent."""
+    """Give up the step that ``slot`` has dispatched, or (``FRESH``) the next one before anything was sent. ``note``
+    says why."""
     enter(EARLY)
     if FRESH:
         step = (tl.atomic_add(ctl + _LAUNCHES, PROGRAMS, sem="relaxed", scope="gpu") // PROGRAMS) + 1
@@ -31,9 +33,12 @@ def fail(slot, peers, ctl, alarm, L: tl.constexpr, S: tl.constexpr, RANK: tl.con
     to_set = (step % 2) * L.set_bytes
     mine = tl.load(peers + RANK) + to_set
     ranks = counting(left_of(ctl, RANK, W), step, DISPATCH, RANK, W) if TOLERANT else -1
+    at = tl.arange(0, _NOTE_WORDS)
+    said = tl.where(at == _NOTE_STEP, step, tl.load(note + at))
     for j in tl.static_range(1, W):
         if has(ranks, (RANK + j) % W):
             there = tl.load(peers + (RANK + j) % W) + to_set
+            tl.store(flags(there, L.note) + RANK * _NOTE_WORDS + at, said)
             if FRESH:
                 head = words(there, L.head) + RANK * L.head_words
                 tl.store(head + 3, 1)
