@@ -8,7 +8,7 @@
 #   faults        ranks that die or stop, masks, readmission
 #   conformance   tests/conformance over nvlink, in several processes         (WORKERS, default 6)
 #   capture       tests of captured forwards and of what a Fleet counts
-#   nccl-tests    the torch_dist transport over NCCL
+#   nccl-tests    the torch_dist transport over NCCL: its own tests, then tests/conformance
 #   bench         nvlink beside the peers that peers.sh finds                 (BENCH_ARGS: more options)
 #   overlap       time hidden by the halves, and what programs cost a GEMM
 #
@@ -82,6 +82,7 @@ run_capture() {
 run_nccl-tests() {
   part nccl-tests "${NCCL_S:-150}" $PYTHON -m pytest tests/transports/torch_dist/test_nccl.py -q -rfE \
     -o addopts=--import-mode=importlib
+  conformance nccl-conformance "${NCCL_CONFORMANCE_S:-300}" torch_dist -n "${WORKERS:-6}" ${CONFORMANCE_ARGS:-}
 }
 bench() {  # bench NAME SECONDS OPTIONS...: with the peers that benchmarks/gpu/peers.sh finds
   part "$1" "$2" bash -c 'source benchmarks/gpu/peers.sh; exec "$@"' bash $PYTHON -m moefleet bench comm --device cuda \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from moefleet import EpLayout
-from tests.conformance.pool import shared_pool
+from tests.conformance.pool import MOST_RANKS, shared_pool
 from tests.conformance.ranks import Ranks
 from tests.conformance.transports import Transport, chosen
 
@@ -24,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("conformance")
     group.addoption("--transports", help="transports to test, by name, separated by commas (default: all available)")
     group.addoption("--device", default="cpu", help="where the tests' tensors live: cpu or cuda")
+    group.addoption("--ranks", type=int, help=f"the most ranks of a test (default: {MOST_RANKS}, or what GPUs allow)")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -50,8 +52,27 @@ def ranks(transport: Transport, device: str, pytestconfig: pytest.Config) -> Ite
     """Ranks over the transport under test. Their results are small, and threads only slow comparing them down."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield Ranks(shared_pool(), transport, device, pytestconfig.stash.setdefault(CARRIED, set()))
+    most = most_ranks(pytestconfig, transport)
+    yield Ranks(shared_pool(), transport, device, pytestconfig.stash.setdefault(CARRIED, set()), most)
     torch.set_num_threads(threads)
+
+
+def most_ranks(config: pytest.Config, transport: Transport) -> int:
+    option = config.getoption("--ranks", None)
+    most = transport.most_ranks(config.getoption("--device", "cpu"))
+    return most if option is None else min(most, option)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say where tests ran with fewer ranks than they have elsewhere."""
+    device = config.getoption("--device", "cpu")
+    with contextlib.suppress(LookupError):  # collecting has told already
+        for transport in chosen(config.getoption("--transports", None), device)[0]:
+            if (most := most_ranks(config, transport)) < MOST_RANKS:
+                terminalreporter.write_line(
+                    f"conformance: {transport.name} on {device} had at most {most} ranks here: tests of any number of "
+                    "ranks ran with so many, those of a larger number were skipped"
+                )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

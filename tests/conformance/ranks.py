@@ -12,6 +12,7 @@ from moefleet import EpLayout, FleetParams
 from moefleet.knobs import FP8E4M3
 from moefleet.launch import RankPool, RankResult
 from tests.conformance.context import enter
+from tests.conformance.pool import MOST_RANKS
 from tests.conformance.transports import PROMISES, Transport
 from tests.strategies import Problem, make_problem
 
@@ -21,13 +22,21 @@ class Ranks:
 
     Args:
         carried: names of the transports that carried something; a successful call adds this one's.
+        most: how many ranks there can be.
+
+    Attributes:
+        world: how many a test has that does not say.
     """
 
-    def __init__(self, pool: RankPool, transport: Transport, device: str, carried: set[str]) -> None:
-        self.transport, self.device = transport, device
+    def __init__(
+        self, pool: RankPool, transport: Transport, device: str, carried: set[str], most: int = MOST_RANKS
+    ) -> None:
+        self.transport, self.device, self.most, self.world = transport, device, most, min(3, most)
         self._pool, self._carried = pool, carried
 
-    def __call__(self, fn: Callable[..., Any], *args: Any, world: int = 3, timeout_s: float = 90.0) -> list[Any]:
+    def __call__(
+        self, fn: Callable[..., Any], *args: Any, world: int | None = None, timeout_s: float = 90.0
+    ) -> list[Any]:
         """Raises AssertionError with every rank's error if a rank raised."""
         results = self.outcomes(fn, *args, world=world, timeout_s=timeout_s)
         failed = [result for result in results if result.error is not None]
@@ -37,14 +46,24 @@ class Ranks:
         self._carried.add(self.transport.name)
         return [result.value for result in results]
 
-    def outcomes(self, fn: Callable[..., Any], *args: Any, world: int = 3, timeout_s: float = 90.0) -> list[RankResult]:
+    def outcomes(
+        self, fn: Callable[..., Any], *args: Any, world: int | None = None, timeout_s: float = 90.0
+    ) -> list[RankResult]:
         """As a call, with every rank's error as a value."""
+        world = self.world if world is None else world
+        self.require_ranks(world)
         call = (fn, self.transport.name, self.device, args)
         if self.device != "cpu":
             timeout_s *= 2  # kernels are compiled for each size
         return self._pool.run(enter, *call, world_size=world, timeout_s=timeout_s)
 
     # What the transport can do.
+
+    def require_ranks(self, least: int) -> None:
+        """Skip the test where there cannot be so many ranks."""
+        if least > self.most:
+            why = "" if self.device == "cpu" else f" ({torch.cuda.device_count()} GPUs, and one rank on each)"
+            pytest.skip(f"needs {least} ranks; {self.transport.name} has at most {self.most} here{why}")
 
     def require(self, promise: str) -> None:
         """Skip the test unless the transport promises this."""
@@ -97,7 +116,10 @@ class Ranks:
         dtype: torch.dtype | None = None,
         special: str = "random",
     ) -> Problem:
-        """A step that the transport's limits allow, with the expert and hidden sizes nearest to those asked for."""
+        """A step that the transport's limits allow, with the expert and hidden sizes nearest to those asked for, and
+        of as many ranks as there can be: at least two, where more than one was asked for."""
+        self.require_ranks(min(2, len(tokens)))
+        tokens = tokens[: self.most]
         world = len(tokens)
         sizes = (self.experts(experts, world), self.hidden(hidden), topk)
         return make_problem(seed, world, *sizes, tokens, dtype or self.dtype, special)

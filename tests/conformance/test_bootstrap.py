@@ -41,11 +41,14 @@ from tests.strategies import Problem
 
 
 @contextmanager
-def gloo(ctx: RankContext) -> Iterator[None]:
+def default_group(ctx: RankContext) -> Iterator[None]:
     """torch.distributed's default group over all ranks, on the loopback interface."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.PrefixStore("gloo", ctx.bootstrap.tcp_store)
-    dist.init_process_group("gloo", store=store, rank=ctx.rank, world_size=ctx.world)
+    store = dist.PrefixStore("default", ctx.bootstrap.tcp_store)
+    over_nccl = ctx.device.type == "cuda" and ctx.transport == "torch_dist"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if over_nccl else "gloo", store=store, rank=ctx.rank, world_size=ctx.world
+    )
     try:
         yield
     finally:
@@ -53,7 +56,7 @@ def gloo(ctx: RankContext) -> Iterator[None]:
 
 
 def over_a_group(ctx: RankContext, params: FleetParams, problem: Problem) -> torch.Tensor:
-    with gloo(ctx):
+    with default_group(ctx):
         y = torch.empty(0)
         for _ in range(2):
             fleet = ctx.fleet(params, tcp_store=None, process_group=dist.group.WORLD)
@@ -78,7 +81,7 @@ PAIRS = ([3, 1], [2, 0])
 def over_subgroups(ctx: RankContext, params: FleetParams, problems: list[Problem]) -> tuple[torch.Tensor, int]:
     """Two groups at once, each in descending order of the global ranks where this torch can make such groups."""
     unsorted = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
-    with gloo(ctx):
+    with default_group(ctx):
         groups = [dist.new_group(pair, **unsorted) for pair in PAIRS]
         mine = next(index for index, pair in enumerate(PAIRS) if ctx.rank in pair)
         inside = dist.get_rank(groups[mine])
@@ -173,7 +176,7 @@ def test_ranks_that_disagree_are_told_with_both_values(ranks: Ranks, name: str) 
     problem = ranks.problem([3, 0, 4])
     params = ranks.params(problem, EpLayout.EXPERT_MAJOR)
     other = replace(params, **({name: SIZES[name]} | ({"layout": None} if name == "algorithm" else {})))
-    ranks.require_fit(other, 3)
+    ranks.require_fit(other, ranks.world)
     by_rank = ranks(one_differs, params, problem, name)
     for error, _ in by_rank:
         assert isinstance(error, MoEEpConfigError), error
@@ -232,7 +235,7 @@ def test_a_disabled_knob_is_no_knob(ranks: Ranks) -> None:
 
 def one_stays_away(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:
     error = None
-    if ctx.rank != 2:
+    if ctx.rank != ctx.world - 1:
         with pytest.raises(MoEEpTimeoutError) as caught:
             ctx.fleet(params, timeout_s=0.5)
         error = caught.value
@@ -245,7 +248,8 @@ def test_a_rank_that_stays_away_is_named(ranks: Ranks) -> None:
     problem = ranks.problem([3, 0, 4])
     params = ranks.params(problem, EpLayout.EXPERT_MAJOR)
     by_rank = ranks(one_stays_away, params, problem)
-    for error, _ in by_rank[:2]:
-        assert isinstance(error, MoEEpTimeoutError) and error.ranks == (2,), error
-        assert "ranks [2]" in str(error) and "0.5 s" in str(error)
+    last = ranks.world - 1
+    for error, _ in by_rank[:last]:
+        assert isinstance(error, MoEEpTimeoutError) and error.ranks == (last,), error
+        assert f"ranks [{last}]" in str(error) and "0.5 s" in str(error)
     check_results(problem, params, [y for _, y in by_rank])

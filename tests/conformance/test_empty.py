@@ -38,7 +38,7 @@ def test_ranks_that_receive_nothing(ranks: Ranks, layout: EpLayout, special: str
     """A rank that received nothing skipped the wait and the others hung (case 2); counts of 0 are exact (case 3)."""
     problems = [ranks.problem([4, 0, 3, 4], seed=seed, experts=6, special=special) for seed in range(3)]
     params = ranks.params(problems[0], layout)
-    by_rank = ranks(steps, params, problems, world=4)
+    by_rank = ranks(steps, params, problems, world=problems[0].world_size)
     for index, problem in enumerate(problems):
         check_step(problem, params, [each[index] for each in by_rank], ranks.transport.has("canonical_order"))
 
@@ -61,6 +61,6 @@ def test_idle_ranks_at_random_for_hundreds_of_steps(ranks: Ranks, layout: EpLayo
         tokens = [dice.choice([0, 0, dice.randint(0, 6)]) for _ in range(4)]
         problems.append(ranks.problem(tokens, seed=seed, experts=6, topk=2))
     params = ranks.params(problems[0], layout, max_tokens_per_rank=6)
-    by_rank = ranks(loop, params, problems, world=4)
+    by_rank = ranks(loop, params, problems, world=problems[0].world_size)
     for index, problem in enumerate(problems):
         check_results(problem, params, [ys[index] for ys in by_rank])

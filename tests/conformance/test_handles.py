@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def test_update_without_weights_reads_the_given_tensor_again(
 ) -> None:
     params = ranks.params(problem, layout)
     by_rank = ranks(weights_read_again, params, problem, other)
-    mixed = Problem(3, problem.num_experts, problem.hidden, 3, problem.xs, problem.topk_ids, other.topk_weights)
+    mixed = replace(problem, topk_weights=other.topk_weights)
     for index, which in enumerate([problem, mixed]):
         check_results(which, params, [got[index][1] for got in by_rank])
 

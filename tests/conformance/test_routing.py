@@ -73,6 +73,7 @@ def test_any_routing(ranks: Ranks, layout: EpLayout, arguments: dict[str, Any], 
 def test_every_kind_of_routing(ranks: Ranks, layout: EpLayout, world: int) -> None:
     """Everything to one expert, which overflowed or was miscounted elsewhere (case 18), to one rank, to nobody, a few
     popular experts; K from 1 to 8; full batches and smaller ones after them over the same Fleet."""
+    ranks.require_ranks(world)
     problems = []
     for seed, special in enumerate(SPECIALS * 2):
         tokens = [16] * world if seed % 2 else [(5 * rank + seed) % 9 for rank in range(world)]
@@ -167,7 +168,7 @@ def again(ctx: RankContext, params: FleetParams, problem: Problem) -> list[torch
 def test_the_same_inputs_give_the_same_bits(ranks: Ranks, layout: EpLayout, dtype: torch.dtype) -> None:
     problem = ranks.problem([40, 4, 17, 2], experts=9, topk=6, hidden=100, dtype=dtype)
     params = ranks.params(problem, layout)
-    by_rank = ranks(again, params, problem, world=4)
+    by_rank = ranks(again, params, problem, world=problem.world_size)
     for first, *others in by_rank:
         for other in others:
             assert torch.equal(first, other)

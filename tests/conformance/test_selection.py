@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from moefleet import MoEEpUnknownBackendError, available_backends
-from tests.conformance.transports import chosen
+from moefleet import MoEEpUnknownBackendError, available_backends, probe
+from tests.conformance.pool import shared_pool
+from tests.conformance.ranks import Ranks
+from tests.conformance.transports import Transport, chosen
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,3 +45,21 @@ def test_a_transport_asked_for_by_name_must_be_available(monkeypatch: pytest.Mon
             LookupError, match=f"transport '{name}' is not available: its tensors live on .*not on meta"
         ):
             chosen(name, "meta")
+
+
+def test_ranks_on_gpus_that_only_one_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    capability = probe("torch_dist")
+    assert [Transport(name, capability).most_ranks("cuda") for name in ("torch_dist", "nvlink", "mine")] == [2, 4, 2]
+    assert Transport("torch_dist", capability).most_ranks("cpu") == 4
+
+
+def test_fewer_ranks_than_a_test_has_elsewhere() -> None:
+    """Two will do for most; what needs more is skipped with the reason, as is what needs two where there is one."""
+    transport = Transport("torch_dist", probe("torch_dist"))
+    two, one = (Ranks(shared_pool(), transport, "cpu", set(), most) for most in (2, 1))
+    assert two.world == 2 and two.problem([3, 0, 4]).tokens == [3, 0] and one.problem([3]).tokens == [3]
+    with pytest.raises(pytest.skip.Exception, match="needs 3 ranks; torch_dist has at most 2 here"):
+        two(print, world=3)
+    with pytest.raises(pytest.skip.Exception, match="needs 2 ranks; torch_dist has at most 1 here"):
+        one.problem([3, 0, 4])

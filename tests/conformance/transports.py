@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from moefleet import BootstrapConfig, Capability, FleetParams, Limits, available_backends, probe
+from tests.conformance.pool import MOST_RANKS
 
 PROMISES = {
     "canonical_order": "rows lie in the order (source rank, token, slot), not in one of the library's own",
@@ -16,6 +17,7 @@ PROMISES = {
     "crossed_calls": "ranks that make their calls in different orders are told so at once, and can go on",
     "late_ranks": "without the knob too, a Fleet goes on after a rank that came too late",
     "strided_inputs": "tensors that are not contiguous are read correctly",
+    "shared_devices": "ranks may outnumber GPUs: several of them have their tensors on one",
     "halves": "dispatch and combine have a sending and a receiving half",
     "combine_buffer": "combine_buffer() may give memory that combine reads in place",
     "fault_tolerance": "with the knob, a Fleet serves on without some of its ranks",
@@ -26,7 +28,8 @@ BY_ALL_OWN = frozenset({"canonical_order", "peer_errors", "strided_inputs"})
 PROMISED_BY_OWN = {
     "shm": BY_ALL_OWN | {"peer_reasons", "crossed_calls", "late_ranks"},
     "torch_dist": BY_ALL_OWN | {"peer_reasons", "crossed_calls", "late_ranks"},
-    "nvlink": BY_ALL_OWN,  # a kernel says who failed, not why; it has one place to wait in, and no call to look at
+    # A kernel has one place to wait in, and no call to look at.
+    "nvlink": BY_ALL_OWN | {"peer_reasons", "shared_devices"},
 }
 """What transports of this package promise without saying so."""
 
@@ -45,6 +48,12 @@ class Transport:
     def has(self, promise: str) -> bool:
         assert promise in PROMISES, f"{promise!r} is not one of {sorted(PROMISES)}"
         return promise in self.capability.features or promise in PROMISED_BY_OWN.get(self.name, ())
+
+    def most_ranks(self, device: str) -> int:
+        """How many ranks a test can have on this machine."""
+        if torch.device(device).type == "cpu" or self.has("shared_devices"):
+            return MOST_RANKS
+        return min(MOST_RANKS, torch.cuda.device_count())
 
     def why_not(self, params: FleetParams, world_size: int, device: str) -> str:
         """What of its limits these parameters break; empty if nothing."""

@@ -13,6 +13,7 @@ from .routes import Ints
 
 _CHUNK_BYTES = 1 << 28  # of float32 rows: what a weighted sum needs beside its result
 _ALIGN = 16  # bytes
+_DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int64", "int32", "float32", "uint8")}
 
 
 def movements(device: torch.device | str) -> Movements:
@@ -73,16 +74,16 @@ def beside(table: torch.Tensor, *numbers: np.ndarray | torch.Tensor) -> list[tor
 def upload(arrays: Sequence[np.ndarray], device: torch.device | str) -> list[torch.Tensor]:
     """Copies on a GPU, in one transfer, ordered in its current stream. The arrays are free when this returns: what is
     transferred is pinned memory, which torch keeps until that is done."""
-    ends = np.cumsum([0, *(-(-each.nbytes // _ALIGN) * _ALIGN for each in arrays)]).tolist()
-    packed = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
+    places, total = [], 0
+    for each in arrays:
+        places.append(slice(total, total + each.nbytes))
+        total += -(-each.nbytes // _ALIGN) * _ALIGN
+    packed = torch.empty(total, dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
     lines = packed.numpy()
-    for each, at in zip(arrays, ends):
-        lines[at : at + each.nbytes] = np.ascontiguousarray(each).reshape(-1).view(np.uint8)
+    for each, place in zip(arrays, places):
+        lines[place].view(each.dtype)[:] = each.reshape(-1)
     there = packed.to(device, non_blocking=True)
-    return [
-        there[at : at + each.nbytes].view(torch.from_numpy(np.empty(0, each.dtype)).dtype).view(each.shape)
-        for each, at in zip(arrays, ends)
-    ]
+    return [there[place].view(_DTYPES[each.dtype]).view(each.shape) for each, place in zip(arrays, places)]
 
 
 DEVICE = Movements(gather_blocks, sum_bags, weighted_sum_bags)

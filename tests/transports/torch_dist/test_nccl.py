@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.strategies import LAYOUTS, Problem, make_problem
 from tests.transports.torch_dist.ranks import caught
 from tests.transports.torch_dist.test_failing_alone import fails
 from tests.transports.torch_dist.test_steps import steps
+from tests.transports.torch_dist.test_waiting import killed
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")]
@@ -134,6 +136,17 @@ def sends_first(ctx: RankContext, params: FleetParams, problem: Problem) -> torc
 def test_sending_waits_for_nobody(tokens: int) -> None:
     problem = make_problem(tokens, 2, 5, 2048, 3, [tokens, tokens])
     check_results(problem, problem.params(), nccl_ranks()(sends_first, problem.params(), problem, world=2))
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_a_killed_rank_is_named() -> None:
+    """NCCL itself says nothing."""
+    problem = make_problem(0, 2, 5, 4, 2, [3, 2])
+    survivor, gone = nccl_ranks().outcomes(killed, problem.params(), problem, world=2)
+    assert gone.exitcode == -signal.SIGKILL and survivor.error is None, survivor.error
+    for error in survivor.value:
+        assert isinstance(error, MoEEpPeerError) and error.rank == 1, error
+        assert "rank 1: its process has ended" in str(error) and "a collective needs all ranks" in str(error)
 
 
 def late(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:

@@ -50,7 +50,7 @@ def dispatched(*counts: tuple[int, ...]) -> list[Status]:
 
 
 def test_blocks_follow_what_is_sent() -> None:
-    size = BlockSize(world_size=2, head=600, row_bytes=64)
+    size = BlockSize(world_size=2, head=600, row_bytes=64, most=100 * 80)
     assert size.capacity == 640  # a status, and whole rows
     size.follow(dispatched((10, 8), (9, 10)), [16, 16])
     assert size.capacity % 64 == 0 and 600 + 10 * 80 < size.capacity < 600 + 12 * 80 + 64
@@ -60,13 +60,19 @@ def test_blocks_follow_what_is_sent() -> None:
     assert size.capacity < 600 + 2 * 80 + 64
 
 
+def test_blocks_are_no_larger_than_what_there_can_be() -> None:
+    size = BlockSize(world_size=2, head=600, row_bytes=64, most=128 * 80)
+    size.follow(dispatched((120, 118), (119, 120)), [16, 16])
+    assert 600 + 128 * 80 <= size.capacity < 600 + 128 * 80 + 64
+
+
 def test_blocks_stay_small_where_most_of_them_would_be_padding() -> None:
-    size = BlockSize(world_size=4, head=600, row_bytes=8192)
+    size = BlockSize(world_size=4, head=600, row_bytes=8192, most=2000 * 8208)
     size.follow(dispatched((100, 0, 0, 0), (0,) * 4, (0,) * 4, (0,) * 4), [16] * 4)  # 0.8 MB to one of 16
     assert size.capacity == 8192
     size.follow(dispatched(*[(100,) * 4] * 4), [16] * 4)
     assert size.capacity > 100 * 8192
-    size = BlockSize(world_size=2, head=600, row_bytes=8192)
+    size = BlockSize(world_size=2, head=600, row_bytes=8192, most=2000 * 8208)
     size.follow(dispatched(*[(1000,) * 2] * 2), [16] * 2)  # 8 MB: another collective costs nothing beside that
     assert 600 + 1000 * 16 <= size.capacity < 600 + 1000 * 16 * 9 // 8 + 8192  # but routing is always with the status
     assert 1000 * 16 <= size.look <= size.capacity - 600

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -35,8 +35,7 @@ from .wire import Flight, Lease, Wire
 Key = tuple[int, Operation]
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """One round: its number, and the blocks that arrive, as ``W * capacity`` bytes."""
 
     number: int
@@ -45,8 +44,7 @@ class Round:
     flight: Flight
 
 
-@dataclass(frozen=True)
-class Letter:
+class Letter(NamedTuple):
     """One rank's READY, and the round that brought it."""
 
     status: Status
@@ -60,6 +58,7 @@ class Bus:
         rank, world_size: this rank in the group.
         fleet_id: see :class:`StatusCodec`.
         rows: how they travel.
+        most_tokens, most_topk: ``M`` and the largest ``K``.
 
     Attributes:
         rounds: issued so far; ``exchanges``: collectives beside them.
@@ -67,7 +66,16 @@ class Bus:
         error: what broke the group, after which nothing works any more.
     """
 
-    def __init__(self, wire: Wire, rank: int, world_size: int, fleet_id: int, rows: RowFormat) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        rank: int,
+        world_size: int,
+        fleet_id: int,
+        rows: RowFormat,
+        most_tokens: int,
+        most_topk: int,
+    ) -> None:
         self.wire, self.rank, self.world_size = wire, rank, world_size
         self.rounds = self.exchanges = self.carried_bytes = 0
         self.error: Exception | None = None
@@ -75,7 +83,8 @@ class Bus:
         self._row_bytes = {Operation.DISPATCH: there, Operation.COMBINE: back}
         self._scale_bytes = rows.scale_bytes
         self._codec = StatusCodec(fleet_id, world_size)
-        self._size = BlockSize(world_size, self._codec.size, back)  # a multiple of ``there``
+        most = most_tokens * (back + rows.scale_bytes + 8 * most_topk)
+        self._size = BlockSize(world_size, self._codec.size, back, most)  # back is a multiple of there
         self._lock = threading.RLock()
         self._outbox: deque[tuple[Status, Parcel | None]] = deque()
         self._round: Round | None = None
@@ -106,7 +115,7 @@ class Bus:
             if self._round is None:
                 self._issue(status, parcel)
             else:
-                kept = None if parcel is None else replace(parcel.gathered(self.wire.moves), mark=self.wire.mark())
+                kept = None if parcel is None else parcel.gathered(self.wire.moves)._replace(mark=self.wire.mark())
                 self._outbox.append((status, kept))
 
     def take(self, step: int, operation: Operation) -> Delivery | Flight | None:
@@ -205,7 +214,7 @@ class Bus:
                 kept = parcel.gathered(self.wire.moves, room.view(parcel.table.dtype))
                 if status.inline is Inline.ROUTING:
                     kept.write_meta(blocks, end)
-                self._pending[status.step, status.operation] = replace(kept, mark=self.wire.mark())
+                self._pending[status.step, status.operation] = kept._replace(mark=self.wire.mark())
         self.wire.stamp(blocks, end, self._codec.encode(self.rounds + 1, status))
         look = arriving[:, max(0, end - self._size.look) :]
         try:
@@ -226,26 +235,32 @@ class Bus:
             self._heard[rank] = max(self._heard[rank], status.step)
             if status.kind is Kind.FAILED:
                 self._failed.setdefault(status.step, status)
-                for operation in (status.operation, Operation.COMBINE):  # which can no longer become complete
-                    self._letters.pop((status.step, operation), None)
-                    self._pending.pop((status.step, operation), None)
-                continue
-            key = status.step, status.operation
-            letters = self._letters.setdefault(key, [None] * self.world_size)
-            letters[rank] = Letter(status, ended)
-            if None not in letters:
-                complete.append(key)
+                self._drop(status.step)
+            elif status.step not in self._failed:
+                key = status.step, status.operation
+                letters = self._letters.setdefault(key, [None] * self.world_size)
+                letters[rank] = Letter(status, ended)
+                if None not in letters:
+                    complete.append(key)
         for key in sorted(complete):
-            self._deliver(key, [letter for letter in self._letters.pop(key) if letter is not None])
+            if key in self._letters:  # and its step has not failed in the same round
+                self._deliver(key, [letter for letter in self._letters.pop(key) if letter is not None])
         self._all_waiting = statuses if all(status.kind is Kind.WAITING for status in statuses) else []
         self._forget_before(min(self._heard) - SETS)
+
+    def _drop(self, step: int) -> None:
+        """What was sent, or is going to be, for a step that failed: no phase of it becomes complete any more."""
+        for operation in (Operation.DISPATCH, Operation.COMBINE):
+            self._letters.pop((step, operation), None)
+            self._pending.pop((step, operation), None)
+        if any(status.step == step for status, _ in self._outbox):
+            self._outbox = deque(message for message in self._outbox if message[0].step != step)
 
     def _forget_before(self, oldest: int) -> None:
         """Steps before this one are over on all ranks."""
         if any(step < oldest for step in (*self._failed, *self._abandoned)):
             self._failed = {step: status for step, status in self._failed.items() if step >= oldest}
             self._abandoned = {step for step in self._abandoned if step >= oldest}
-            self._letters = {key: letters for key, letters in self._letters.items() if key[0] >= oldest}
 
     # A phase that is complete.
 
@@ -280,16 +295,16 @@ class Bus:
         if followed is not None and status.inline is Inline.NOTHING:
             return followed
         base, count = lease.memory, status.counts[self.rank]
-        part = Part(base, rank * capacity // self._row_bytes[status.operation], count, base, held=lease)
+        rows, first = base, rank * capacity // self._row_bytes[status.operation]
         if followed is not None and status.inline is Inline.ROUTING:
-            part = replace(part, base=followed.base, first=followed.first)
+            rows, first = followed.base, followed.first
         if not width:
-            return part
+            return Part(rows, first, count, base, held=lease)
         size, end = count * width, (rank + 1) * capacity - self._codec.size
         seen = letter.round.flight.seen[rank]
         at = len(seen) - self._codec.size - size
         routing = seen[at : at + size] if at >= 0 else base[end - size : end].cpu().numpy()
-        return replace(part, meta_at=end - size, seen=routing.reshape(count, width))
+        return Part(rows, first, count, base, end - size, routing.reshape(count, width), lease)
 
     def _room(self, step: int, operation: Operation, role: str, rows: int) -> torch.Tensor:
         """Memory for rows, uint8 ``[rows, bytes]``. What concerns an abandoned step stays out of a later one's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +15,13 @@ from .status import Bytes, Inline, Status
 from .wire import Flight, Wire
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What one rank sent us.
 
     Attributes:
         base: uint8 ``[bytes]``, memory that the rows lie in.
         first: the row of ``base`` at which they begin.
-        count: how many they are.
+        rows: how many they are.
         meta, meta_at: in dispatch, uint8 ``[bytes]``, and where in it the routing of the first row begins.
         seen: the same routing ``[count, B]``, for the host.
         held: what keeps this memory from being used again.
@@ -30,15 +29,14 @@ class Part:
 
     base: torch.Tensor
     first: int
-    count: int
+    rows: int
     meta: torch.Tensor
     meta_at: int = 0
     seen: Bytes | None = None
     held: object = None
 
 
-@dataclass(frozen=True)
-class Delivery:
+class Delivery(NamedTuple):
     """One phase, as all ranks sent it; valid once the flights are done. Sequences are indexed by rank."""
 
     statuses: list[Status]
@@ -47,16 +45,18 @@ class Delivery:
 
     def table(self, dtype: torch.dtype, hidden: int) -> tuple[torch.Tensor, Ints]:
         """All rows in one table ``[many, H]``, and where each rank's begin in it."""
-        base = next((part.base for part in self.parts if part.count), self.parts[0].base[:0])
-        if all(part.base is base or not part.count for part in self.parts):
+        base = next((part.base for part in self.parts if part.rows), None)
+        if base is None:
+            return self.parts[0].base[:0].view(dtype).view(0, hidden), np.zeros(len(self.parts), np.int64)
+        if all(part.base is base or not part.rows for part in self.parts):
             return base.view(dtype).view(-1, hidden), np.array([part.first for part in self.parts])
-        rows = [p.base.view(dtype).view(-1, hidden)[p.first : p.first + p.count] for p in self.parts]
+        rows = [p.base.view(dtype).view(-1, hidden)[p.first : p.first + p.rows] for p in self.parts]
         return torch.cat(rows), self.edges[:-1]
 
     @property
     def edges(self) -> Ints:
         """``[W+1]``: where each rank's rows begin if all lie one after the other."""
-        return np.cumsum([0, *(part.count for part in self.parts)])
+        return np.cumsum([0, *(part.rows for part in self.parts)])
 
     def routing(self, topk: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Ids and weights ``[N, K]`` of all rows, for the host."""
@@ -66,7 +66,7 @@ class Delivery:
 
     def scales(self, after: int, width: int) -> torch.Tensor:
         """Uint8 ``[N, S]`` of all rows: what comes after this many bytes in meta rows of ``width`` bytes."""
-        lines = [part.meta[part.meta_at : part.meta_at + part.count * width].view(-1, width) for part in self.parts]
+        lines = [part.meta[part.meta_at : part.meta_at + part.rows * width].view(-1, width) for part in self.parts]
         return torch.cat([line[:, after:] for line in lines])
 
     def lend(self, wire: Wire) -> None:

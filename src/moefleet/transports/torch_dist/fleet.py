@@ -102,7 +102,8 @@ class TorchDistFleet(Fleet):
         """What needs the group."""
         rank, world = self.bootstrap.rank, self.bootstrap.world_size
         self.wire = Wire.on(self._group.handle, self.device, self._group.limit_s)
-        self.bus = Bus(self.wire, rank, world, meeting.fleet_id, self.row_format)
+        sizes = self.params.max_tokens_per_rank, self.params.max_topk
+        self.bus = Bus(self.wire, rank, world, meeting.fleet_id, self.row_format, *sizes)
         self._presence = Presence(meeting.store, rank, [meeting.person(peer) for peer in range(world)])
         self._janitor = Janitor(self.bus, self.bootstrap.timeout_s)
         self.steps = Steps(self.bus, self._presence, self._janitor, self.bootstrap.timeout_s)
@@ -124,7 +125,7 @@ class TorchDistFleet(Fleet):
         for step in self.steps.open_steps:
             self.steps.fail(step, "its Fleet was destroyed")
         self._presence.say_left()
-        self._janitor.finish(self._let_go)
+        self._janitor.finish(self._let_go, lambda: bool(self._presence.find_gone(0.0)))
 
     def stats(self) -> dict[str, Any]:
         """As for every Fleet, and besides: ``collectives`` issued, ``carried_bytes`` that they took to other ranks,

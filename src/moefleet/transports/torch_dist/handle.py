@@ -90,7 +90,7 @@ class TorchDistHandle(HalvesHandle["TorchDistFleet", TorchDistStep]):
             parcel = Parcel(_movable(tokens), self._leaving, leaving.counts, meta)
             code = row_code(open_.dtype, open_.scale_dtype)
             fleet.steps.send(open_.step, Operation.DISPATCH, self._shape[1], code, parcel)
-        fleet.tokens_sent += len(tokens)
+        fleet.tokens_sent += tokens.shape[0]
 
     def _receive_tokens(self, open_: TorchDistStep) -> None:
         fleet, topk = self._fleet, self._shape[1]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable
 
 from .bus import Bus
 
 _SHORTEST_S, _LONGEST_S = 0.001, 0.02
+_LAST_S = 1.0  # how long a rank that has left may still go on with rounds
 
 
 class Janitor:
@@ -33,13 +33,17 @@ class Janitor:
                 self._looking = True
                 self._start(self._look)
 
-    def finish(self, close: Callable[[bool], None]) -> None:
-        """Let what was posted get out, then call ``close(clean)``; ``clean``: whether no collective is under way."""
+    def finish(self, close: Callable[[bool], None], anybody_gone: Callable[[], bool]) -> None:
+        """Let what was posted get out, then call ``close(clean)``; ``clean``: whether no collective is under way.
+
+        One that waits for a rank that has left or ended never ends, and on a GPU holds up what waits for the GPU as a
+        whole. So it is given up soon after ``anybody_gone()``, or once the group is broken.
+        """
         self._bus.advance()
         if self._is_quiet():
             close(True)
         else:
-            self._start(lambda: self._finish(close))
+            self._start(lambda: self._finish(close, anybody_gone))
 
     def _look(self) -> None:
         def enough() -> bool:
@@ -47,22 +51,27 @@ class Janitor:
                 self._looking = self._bus.owes()
                 return not self._looking
 
-        self._serve_until(enough)
+        self._serve_until(enough, self._patience_s)
         self._looking = False
 
-    def _finish(self, close: Callable[[bool], None]) -> None:
-        self._serve_until(self._is_quiet)
+    def _finish(self, close: Callable[[bool], None], anybody_gone: Callable[[], bool]) -> None:
+        left, hopeless = self._patience_s, False
+        while not (hopeless or self._is_quiet() or self._stop.is_set()) and left > 0:
+            hopeless = self._bus.error is not None or anybody_gone()
+            self._serve_until(self._is_quiet, min(_LAST_S, left))
+            left -= _LAST_S
         if not self._stop.is_set():
             close(self._bus.idle())
 
     def _is_quiet(self) -> bool:
         return not self._bus.owes() and self._bus.idle()
 
-    def _serve_until(self, enough: Callable[[], bool]) -> None:
-        end, pause = time.monotonic() + self._patience_s, _SHORTEST_S
-        while not enough() and time.monotonic() < end and not self._stop.wait(pause):
+    def _serve_until(self, enough: Callable[[], bool], seconds: float) -> None:
+        # By its own pauses: a process that is itself stopped for a while does not hold that against its peers.
+        spent, pause = 0.0, _SHORTEST_S
+        while not enough() and spent < seconds and not self._stop.wait(pause):
             self._bus.advance(serve=True)
-            pause = min(pause * 1.2, _LONGEST_S)
+            spent, pause = spent + pause, min(pause * 1.2, _LONGEST_S)
 
     def _start(self, work: Callable[[], None]) -> None:
         self._threads[:] = [thread for thread in self._threads if thread.is_alive()]

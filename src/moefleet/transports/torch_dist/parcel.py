@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +31,7 @@ class Departures(NamedTuple):
         return cls(token[order], tuple(np.bincount(back.rank, minlength=world_size).tolist()))
 
 
-@dataclass(frozen=True)
-class Parcel:
+class Parcel(NamedTuple):
     """Rows for every rank, in rank order.
 
     Attributes:
@@ -65,11 +63,11 @@ class Parcel:
         """
         out = blocks.view(self.table.dtype).view(-1, self.table.shape[1])
         counts = np.array(self.counts)
-        starts = count_to(len(blocks)) * (len(out) // len(blocks))
+        starts = count_to(blocks.shape[0]) * (out.shape[0] // blocks.shape[0])
         order = np.arange(sum(self.counts))
         places = order + (starts + counts - counts.cumsum()).repeat(counts)
         rows = order if self.rows is None else self.rows
-        moves.gather_blocks(self.table, rows, out, self.counts, starts.tolist(), places)
+        moves.gather_blocks(self.table, rows, out, self.counts, starts, places)
         self.write_meta(blocks, end)
 
     def write_meta(self, blocks: torch.Tensor, end: int) -> None:
@@ -92,7 +90,7 @@ class Parcel:
         """The same in memory of its own (``out`` ``[>= N, H]``), in order: the caller may change its tensors."""
         total = sum(self.counts)
         if self.rows is None:
-            return replace(self, table=self.table[:total])
+            return self._replace(table=self.table[:total])
         if out is None:
             out = self.table.new_empty(total, self.table.shape[1])
         moves.gather_blocks(self.table, self.rows, out, [total], [0])

@@ -18,13 +18,18 @@ _MEMORY = 4
 class BlockSize:
     """The same on all ranks, as it follows what all of them read in the log: the largest of the last dispatches.
 
+    Args:
+        head: bytes of a status.
+        row_bytes: of the larger of the two ways.
+        most: bytes that a rank has for another in a phase at most: no slack is added beyond them.
+
     Attributes:
         capacity: bytes of a block, a multiple of the size of a row, status included.
         look: bytes before the status that may hold routing, for a host that has to copy them from a GPU.
     """
 
-    def __init__(self, world_size: int, head: int, row_bytes: int) -> None:
-        self._world, self._head, self._row = world_size, head, row_bytes
+    def __init__(self, world_size: int, head: int, row_bytes: int, most: int) -> None:
+        self._world, self._head, self._row, self._most = world_size, head, row_bytes, most
         self._recent: deque[tuple[int, int]] = deque([(0, 0)], maxlen=_MEMORY)
         self.look = 0
         self.capacity = self._rounded(0)
@@ -37,7 +42,8 @@ class BlockSize:
         largest, blocks, limit = max(sizes), self._world**2, min(_LARGEST, _LARGEST_IN_ALL // self._world)
         worth = largest <= limit and largest * blocks <= 2 * total + _PADDING * blocks
         self._recent.append((largest if worth else routing if routing <= limit else 0, routing))
-        payload, routing = (size + size // _SLACK for size in map(max, zip(*self._recent, strict=True)))
+        needed = map(max, zip(*self._recent, strict=True))
+        payload, routing = (max(size, min(size + size // _SLACK, self._most)) for size in needed)
         self.capacity = self._rounded(payload)
         self.look = min(routing, self.capacity - self._head)
 

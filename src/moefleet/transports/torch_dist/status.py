@@ -56,6 +56,12 @@ class Status(NamedTuple):
         return f"{self.operation.name.lower()} of step {self.step}"
 
 
+# Cheaper to read than the types.
+_KINDS = {each.value: each for each in Kind}
+_OPERATIONS = {each.value: each for each in Operation}
+_INLINES = {each.value: each for each in Inline}
+
+
 class StrangerError(Exception):
     """A block that is not of this Fleet, or not of this round."""
 
@@ -102,7 +108,7 @@ class StatusCodec:
             text = bytes(raw[line, 8 * self._words : 8 * self._words + length]) if length else b""
             statuses.append(
                 Status(
-                    Kind(kind), step, Operation(operation), topk, dtype, Inline(inline), origin,
+                    _KINDS[kind], step, _OPERATIONS[operation], topk, dtype, _INLINES[inline], origin,
                     text.decode("utf-8", "replace"), tuple(numbers[self._FIXED :]),
                 )
             )  # fmt: skip

@@ -17,8 +17,10 @@ from .presence import LEFT, WAITS, Presence
 from .status import Kind, Status, StrangerError
 from .wire import Flight
 
-_LOOK_S = 0.5  # how often a rank that waits looks whether another has left
+_LOOK_S = 0.5  # how often a rank that waits looks whether another has left or ended
 _GONE_S = 1.0  # how long it looks for the culprit after the group broke
+_REBUILD = "build another Fleet of the ranks that are left"
+_ADVICE = f"a collective needs all ranks: {_REBUILD}"
 
 
 class Steps(StepWindow):
@@ -117,10 +119,12 @@ class Steps(StepWindow):
         if wait.told != self._bus.rounds:
             wait.told = self._bus.rounds
             self._presence.say_waiting(wait.told)
-        left = self._presence.left()
-        for peer in wait.left.intersection(left):  # seen twice: what it sent before it left has come by now
-            raise MoEEpPeerError(f"{wait.where}rank {peer} has left (destroyed its Fleet)", rank=peer, reason=LEFT)
-        wait.left = set(left)
+        gone = self._presence.find_gone(0.0)
+        for peer, what in gone.items():
+            if peer in wait.gone:  # seen twice: what it sent before that has come by now
+                told = " has left (destroyed its Fleet)" if what == LEFT else f": {what}; {_ADVICE}"
+                raise MoEEpPeerError(f"{wait.where}rank {peer}{told}", rank=peer, reason=what)
+        wait.gone = set(gone)
 
     def _late(self, wait: _Wait) -> MoEEpTimeoutError:
         others = self._presence.others(self._bus.rounds)
@@ -148,14 +152,13 @@ class Steps(StepWindow):
             missing = [peer for peer, known in others.items() if known != WAITS]
             text = f"the process group gave a collective up before BootstrapConfig.timeout_s was over: {text}"
             return MoEEpTimeoutError(f"{text}; make the group with a longer timeout", ranks=missing)
-        advice = "build another Fleet of the ranks that are left"
         if gone := self._presence.find_gone(_GONE_S):
             names = ", ".join(f"rank {peer}: {what}" for peer, what in gone.items())
             first = next(iter(gone))
-            message = f"{names}; a collective needs all ranks: {advice} ({text})"
+            message = f"{names}; {_ADVICE} ({text})"
             return MoEEpPeerError(message, rank=first, reason=gone[first])
         unknown = "some rank of the group ended or cannot be reached, and torch does not say which"
-        return MoEEpTransportError("all_to_all_single", -1, f"{unknown}: {advice} ({text})")
+        return MoEEpTransportError("all_to_all_single", -1, f"{unknown}: {_REBUILD} ({text})")
 
 
 class _Wait:
@@ -164,4 +167,4 @@ class _Wait:
     def __init__(self, where: str, limit: float) -> None:
         self.where, self.limit, self.spent = where, limit, 0.0
         self.next_look, self.told = min(_LOOK_S, limit / 2), 0
-        self.left: set[int] = set()
+        self.gone: set[int] = set()

@@ -34,12 +34,12 @@ class Flight(Protocol):
 class Lease:
     """Memory that is used again once nobody holds this."""
 
-    def __init__(self, memory: torch.Tensor, spare: list[torch.Tensor]) -> None:
-        self.memory, self._spare = memory, spare
+    def __init__(self, memory: torch.Tensor, size: int, spare: list[torch.Tensor]) -> None:
+        self.memory, self._whole, self._spare = memory[:size], memory, spare
 
     def __del__(self) -> None:
         if len(self._spare) < _SPARE:
-            self._spare.append(self.memory)
+            self._spare.append(self._whole)
 
 
 class Wire:
@@ -73,17 +73,18 @@ class Wire:
 
     def room(self, name: tuple[str, int], size: int) -> torch.Tensor:
         """Uint8 ``[size]`` of memory that is used again for this name."""
-        if name not in self._rooms or len(self._rooms[name]) < size:
-            self._rooms[name] = self.empty(size + size // 8)
-        return self._rooms[name][:size]
+        memory = self._rooms.get(name)
+        if memory is None or memory.shape[0] < size:
+            memory = self._rooms[name] = self.empty(size + size // 8)
+        return memory[:size]
 
     def lease(self, size: int) -> Lease:
         """Uint8 ``[size]`` of memory that is used again when the lease ends."""
         while self._spare:
             memory = self._spare.pop()
-            if len(memory) == size:
-                return Lease(memory, self._spare)
-        return Lease(self.empty(size), self._spare)
+            if memory.shape[0] >= size:
+                return Lease(memory, size, self._spare)
+        return Lease(self.empty(size + size // 8), size, self._spare)
 
     def forget(self, names: Sequence[tuple[str, int]]) -> None:
         """Use other memory for these names from now on."""
@@ -175,7 +176,7 @@ class CudaWire(Wire):
         return self.empty(size)
 
     def lease(self, size: int) -> Lease:
-        return Lease(self.empty(size), [])
+        return Lease(self.empty(size), size, [])
 
     def stamp(self, blocks: torch.Tensor, at: int, line: Bytes) -> None:
         blocks[:, at:] = upload([line], self.device)[0]

@@ -1,0 +1,56 @@
+"""Collectives that never end, as on GPUs, where nothing breaks when a rank is gone: who waits for them, how long."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from moefleet import MoEEpPeerError
+from moefleet.fleet.witness import ENDED
+from moefleet.substrate.control import Operation
+from moefleet.transports.torch_dist import janitor, steps
+from moefleet.transports.torch_dist.presence import LEFT
+from tests.transports.torch_dist.test_bus import buses
+
+HOURS_S = 10_000.0
+
+
+class Gone:
+    """A presence that finds rank 1 gone in this way."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def find_gone(self, seconds: float) -> dict[int, str]:
+        return {1: self._what} if self._what else {}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+@pytest.mark.parametrize("what", [ENDED, LEFT])
+def test_a_rank_that_is_gone_is_not_waited_for_until_the_time_out(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_LOOK_S", 0.01)
+    bus = buses(2)[0]
+    waiting = steps.Steps(bus, Gone(what), janitor.Janitor(bus, HOURS_S), HOURS_S)  # type: ignore[arg-type]
+    with pytest.raises(MoEEpPeerError, match="rank 0 waits in dispatch of step 1: rank 1") as caught:
+        waiting.collect(waiting.begin(), Operation.DISPATCH)
+    assert (caught.value.rank, caught.value.reason) == (1, what)
+
+
+@pytest.mark.parametrize("why", ["gone", "broken"])
+def test_a_group_is_let_go_of_soon_where_its_collectives_never_end(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(janitor, "_LAST_S", 0.01)
+    bus, closed, told = buses(2)[0], threading.Event(), []
+    bus.take(1, Operation.DISPATCH)  # a round to which rank 1 does not come
+    if why == "broken":
+        bus.error = RuntimeError("broken")
+
+    def close(clean: bool) -> None:
+        told.append(clean)
+        closed.set()
+
+    janitor.Janitor(bus, HOURS_S).finish(close, lambda: why == "gone")
+    assert closed.wait(30) and told == [False]
