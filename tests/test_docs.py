@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import builtins
-import os
 import re
 import shlex
-import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.running import ROOT, run
+from tests.running import ROOT
+from tests.scripts import Interpreter
 
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if page.is_file()]
 FENCE = re.compile(r"^\s*(?P<marks>`{3,}|~{3,})\s*(?P<language>[\w+-]*)")
@@ -150,9 +150,15 @@ PYTHON_BLOCKS = [pytest.param(block, id=block.where) for block in BLOCKS if bloc
 SHELL_BLOCKS = [pytest.param(block, id=block.where) for block in BLOCKS if block.language in SHELL]
 
 
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    with Interpreter() as interpreter:
+        yield interpreter
+
+
 @pytest.mark.parametrize("block", PYTHON_BLOCKS)
 @pytest.mark.timeout(180)
-def test_python_runs(block: Block, tmp_path: Path) -> None:
+def test_python_runs(block: Block, interpreter: Interpreter, tmp_path: Path) -> None:
     """Each block is a complete script: ranks that it spawns import it again, so it lies in a file."""
     compile(block.code, block.where, "exec")
     if block.no_run is not None:
@@ -160,7 +166,7 @@ def test_python_runs(block: Block, tmp_path: Path) -> None:
         return
     script = tmp_path / "block.py"
     script.write_text(block.code)
-    ended = run([sys.executable, str(script)], tmp_path / "log", env=dict(os.environ))
+    ended = interpreter.run(script, tmp_path / "log")
     assert ended.code == 0, f"{block.where} ends with {ended.code}\n{ended.output}"
 
 

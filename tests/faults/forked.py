@@ -13,6 +13,7 @@ import struct
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -20,9 +21,17 @@ import pytest  # noqa: F401 - here, so that no rank has to import it
 import torch
 from torch.distributed import TCPStore
 
+import tests.strategies  # noqa: F401 - likewise
 from moefleet.chaos.nursery import Nursery
 from moefleet.config import BootstrapConfig
+from moefleet.errors import MoEEpNotBuiltError
+from moefleet.fleet.registry import BUILT_IN, fleet_class
+from moefleet.kernels import grouped_gemm  # noqa: F401 - likewise
 from moefleet.launch.pool import host_store
+
+for name in BUILT_IN:  # likewise
+    with suppress(MoEEpNotBuiltError):
+        fleet_class(name)
 
 LENGTH = struct.Struct("!Q")
 KILLED = object()

@@ -16,9 +16,11 @@ from torch.distributed import PrefixStore, TCPStore
 
 from ..config import BootstrapConfig, EpLayout, SplitConfig
 from ..errors import MoEEpError, MoEEpNoQuorumError, MoEEpPeerError, MoEEpRankEvictedError
+from ..kernels import grouped_gemm  # noqa: F401 - before the fork, so that no rank has to import it
 from ..knobs import FleetAlgoKnobFaultTolerance
 from ..layer import MoEEpLayer
 from ..tensors import MoEEpTensors
+from ..transports import shm  # noqa: F401 - likewise
 from . import work
 
 BUILD_S = 30.0
