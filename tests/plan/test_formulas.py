@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from moefleet.plan.traffic import reach, traffic
 from moefleet.substrate.inbox import Inbox
 from moefleet.transports.nvlink import memory_bytes
 from moefleet.transports.shm.layout import SegmentLayout
+from tests.native.needs import needs_the_helper
 
 
 def params_of(layout: EpLayout, tokens: int = 16, **more: int) -> FleetParams:
@@ -29,22 +31,26 @@ def params_of(layout: EpLayout, tokens: int = 16, **more: int) -> FleetParams:
 
 
 @pytest.mark.parametrize("layout", list(EpLayout))
-def test_shm_is_its_segment_and_two_inboxes(layout: EpLayout) -> None:
+def test_shm_is_its_segment_and_what_comes_beside_rows(layout: EpLayout) -> None:
     params = params_of(layout, scale_bytes_per_token=8)
-    found = shm(params, 3)
-    assert found.at_start == SegmentLayout.of(params, 3).size
+    found, segment = shm(params, 3), SegmentLayout.of(params, 3, 3)
+    assert found.at_start == segment.allocated
     inbox = Inbox(params, 3, 3)
     output = inbox.output(torch.float32, 3, None)
     routing = sum(0 if t is None else t.nbytes for t in (output.recv_topk_idx, output.recv_topk_weights))
     assert inbox_bytes(params, 3, 3) == inbox._rows.nbytes + inbox._scales.nbytes + routing
-    assert found.at_most == found.at_start + 2 * inbox_bytes(params, 3, 3)
+    assert inbox_bytes(params, 3, 3, rows=False) == inbox._scales.nbytes + routing
+    assert found.at_most == segment.size + 2 * inbox_bytes(params, 3, 3, rows=False)
 
 
 def test_shm_by_hand() -> None:
     found = shm(params_of(EpLayout.EXPERT_MAJOR), 2)
     rows = 2 * (16 + 2 * 16) * 128  # two sets of M tokens and M*W combined rows
     assert rows < found.at_start < rows + 16384, "and a control block, headers and routing"
-    assert found.at_most - found.at_start == 2 * 4 * 2 * 16 * 128  # two sets of [L, M*W, H]
+    areas = 2 * 2 * 4 * 2 * 16 * 128  # for two sets: rows received, and what experts make of them, [L, M*W, H] each
+    assert areas <= found.at_most - found.at_start < areas + mmap.PAGESIZE
+    flat = shm(params_of(EpLayout.FLAT), 2)
+    assert flat.at_start > 2 * (16 + 2 * 2 * 16) * 128, "rows received are taken at once"
 
 
 @pytest.mark.parametrize("layout", list(EpLayout))
@@ -62,7 +68,7 @@ FP8 = [FleetAlgoKnobQuantization(frozenset({"FP8E4M3"}))]
 
 
 @pytest.mark.parametrize("layout", list(EpLayout))
-@pytest.mark.parametrize("backend", ["shm", "torch_dist"])
+@pytest.mark.parametrize("backend", [pytest.param("shm", marks=needs_the_helper), "torch_dist"])
 def test_what_quantised_rows_allocate(layout: EpLayout, backend: str) -> None:
     params = params_of(layout)
     with create_fleet(BootstrapConfig(1, 0, device="cpu"), params, FP8, backend=backend) as fleet:
@@ -70,8 +76,9 @@ def test_what_quantised_rows_allocate(layout: EpLayout, backend: str) -> None:
             inboxes = [fleet.inbox(step) for step in range(2)]  # type: ignore[attr-defined]
             taken = sum(fleet.home(step, torch.float32).nbytes for step in range(2))  # type: ignore[attr-defined]
         else:
-            inboxes = [inbox for _, inbox in fleet.buffers.inboxes]  # type: ignore[attr-defined]
-            taken = SegmentLayout.of(replace(params, scale_bytes_per_token=4), 1).size
+            inboxes = fleet.buffers.landings  # type: ignore[attr-defined]
+            taken = SegmentLayout.of(replace(params, scale_bytes_per_token=4), 1, params.num_experts).size
+            taken -= sum(inbox._rows.nbytes for inbox in inboxes)  # they are counted below
         for inbox in inboxes:
             out = inbox.output(torch.uint8 if backend == "torch_dist" else torch.float32, 3, torch.float32)
             parts = inbox._rows, inbox._scales, out.recv_topk_idx, out.recv_topk_weights

@@ -45,7 +45,7 @@ class Rank:
             timeout_ms=spec["timeout_ms"], reconcile_timeout_s=spec["readmit_s"], coordinator_takeover_s=2.0
         )
         layout = EpLayout(spec["layout"])
-        backend = SplitConfig(spec["transport"], "grouped_gemm")
+        backend = SplitConfig(work.comm(spec["transport"], self.seed), "grouped_gemm")
         weights = work.weights_of(rank, spec["world"])
         self.layer = MoEEpLayer(self._bootstrap(spec["world"]), work.params(layout), weights, [knob], backend)
         self.fleet = self.layer.fleet

@@ -133,9 +133,19 @@ class HalvesHandle(Handle, Generic[F, S]):
     def _receive_tokens(self, open_: S) -> None:
         """Second half of dispatch: fill ``open_.output``."""
 
+    def _exchange_tokens(self, open_: S, tokens: torch.Tensor, scales: torch.Tensor | None) -> None:
+        """Both halves of dispatch, where nothing happens between them."""
+        self._send_tokens(open_, tokens, scales)
+        self._receive_tokens(open_)
+
     @abstractmethod
     def _send_rows(self, open_: S, rows: torch.Tensor) -> None:
         """First half of combine: ``rows`` has ``expert_tensors``' shape."""
+
+    def _exchange_rows(self, open_: S, rows: torch.Tensor) -> torch.Tensor:
+        """Both halves of combine, where nothing happens between them."""
+        self._send_rows(open_, rows)
+        return self._receive_rows(open_)
 
     @abstractmethod
     def _receive_rows(self, open_: S) -> torch.Tensor:
@@ -162,8 +172,7 @@ class HalvesHandle(Handle, Generic[F, S]):
             return self._opened().output
         open_, tokens, scales = self._start(params)
         with self._failing_alone:
-            self._send_tokens(open_, tokens, scales)
-            self._receive_tokens(open_)
+            self._exchange_tokens(open_, tokens, scales)
             self._phase = Phase.RECEIVED
         return open_.output
 
@@ -186,8 +195,7 @@ class HalvesHandle(Handle, Generic[F, S]):
             self._expect(Phase.RECEIVED, "combine")
             open_ = self._opened()
             with self._failing_alone:
-                self._give(params, open_)
-                return self._take(open_)
+                return self._close(open_, self._exchange_rows(open_, self._rows_of(params, open_)))
         self.combine_send_only(params)
         open_ = self._opened()
         if open_.result is None:
@@ -199,14 +207,14 @@ class HalvesHandle(Handle, Generic[F, S]):
         self._expect(Phase.RECEIVED, "combine")
         open_ = self._opened()
         with self._failing_alone:
-            self._give(params, open_)
+            self._send_rows(open_, self._rows_of(params, open_))
             self._phase = Phase.COMBINE_SENT
 
     def combine_recv_only(self) -> CombineOutput:
         self._expect(Phase.COMBINE_SENT, "combine_recv_only")
         open_ = self._opened()
         with self._failing_alone:
-            return self._take(open_)
+            return self._close(open_, self._receive_rows(open_))
 
     def complete(self) -> None:
         if self._phase is Phase.DISPATCH_SENT:
@@ -253,15 +261,15 @@ class HalvesHandle(Handle, Generic[F, S]):
             self._fleet.steps.fail(step, error)
             raise
 
-    def _give(self, params: CombineInputParams, open_: S) -> None:
-        """Check what combine was given, and send it."""
+    def _rows_of(self, params: CombineInputParams, open_: S) -> torch.Tensor:
+        """Check what combine was given."""
         rows, open_.result = self._check_rows(params, open_)
         open_.dtype = rows.dtype
-        self._send_rows(open_, rows)
+        return rows
 
-    def _take(self, open_: S) -> CombineOutput:
-        """Receive the result, and close the step."""
-        summed, result = self._receive_rows(open_), open_.result
+    def _close(self, open_: S, summed: torch.Tensor) -> CombineOutput:
+        """Put the result where the caller wants it, and close the step."""
+        result = open_.result
         if result is not None and result is not summed:
             summed = result.copy_(summed)
         self._open, self._phase = None, Phase.IDLE

@@ -14,6 +14,7 @@ On CUDA :func:`grouped_experts` runs in every layout, with the counts left on th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -82,6 +83,7 @@ class GroupedGemmKernel(ExpertKernel):
             self.activation = partial(_scaled_silu, alpha=config.alpha)
         if config.limit is not None or config.up_shift:
             self.activation = ClampedGate(self.activation, config.limit, config.up_shift)
+        self._most_topk = sys.maxsize
 
     def validate(self, params: FleetParams, weights: MoEWeights | None) -> None:
         """Raise :class:`MoEEpConfigError` unless the weights are of a known format and fit this Fleet's rows."""
@@ -102,6 +104,7 @@ class GroupedGemmKernel(ExpertKernel):
                 f"a type of {params.combine_bytes} bytes, like combine's rows",
                 f"convert the weights, or change FleetParams.dtype_bytes = {params.dtype_bytes}",
             )
+        self._most_topk = params.max_topk
         if hidden != params.token_hidden_size:
             raise config_error(
                 "weights.w13", f"H = {hidden}", f"FleetParams.token_hidden_size = {params.token_hidden_size}"
@@ -210,29 +213,46 @@ class GroupedGemmKernel(ExpertKernel):
             result_BCH[block, :count] = sums_RH[start : start + count]
             start += count
 
+    def _blocks_on_device(self, out: DispatchOutput, weights: UnquantizedMoEWeights, result: torch.Tensor) -> None:
+        """EXPERT_MAJOR, in shapes that do not depend on the counts: the rows that exist side by side, computed, and
+        back where they were. Of what arrives, a token has a row for at most ``K`` experts.
+        """
+        assert out.expert_counts is not None
+        counts = out.expert_counts.to(torch.int32)
+        experts, capacity = out.expert_tensors.shape[:2]
+        ends = counts.cumsum(0, dtype=torch.int32)
+        number = torch.arange(min(experts, self._most_topk) * capacity, dtype=torch.int32, device=counts.device)
+        expert = torch.searchsorted(ends, number, right=True).clamp_(max=experts - 1)
+        padding = counts.argmin()  # the block of a row that does not exist, for numbers past the last end
+        place = torch.where(
+            number < ends[-1],
+            expert * capacity + (number - (ends - counts)[expert]),
+            padding * capacity + counts.min(),
+        )
+        y = grouped_experts(gathered(out, place, result.dtype), weights, self.activation, ends)
+        result.view(-1, result.shape[-1]).index_copy_(0, place, y)
+
     def _on_device(self, out: DispatchOutput, weights: UnquantizedMoEWeights, result: torch.Tensor) -> None:
         """Any layout, in shapes that do not depend on the counts: pairs that are not here sort behind the last expert,
         where ``grouped_mm`` computes nothing, and what lies there is selected away.
         """
         rows, ids, factors = out.expert_tensors, out.recv_topk_idx, out.recv_topk_weights
+        if ids is None or factors is None:
+            return self._blocks_on_device(out, weights, result)
         counts = out.recv_total_counter if out.expert_counts is None else out.expert_counts
         assert counts is not None
         capacity = rows.shape[-2]
         experts = torch.arange(weights.num_local_experts, device=rows.device)
         absent = len(experts)
-        # [B, C, 1] in EXPERT_MAJOR, whose blocks are the experts, otherwise [B, C, K]
-        ids = experts[:, None, None] if ids is None else ids.reshape(len(counts), capacity, -1)
+        ids = ids.reshape(len(counts), capacity, -1)
         exists = (torch.arange(capacity, device=rows.device) < counts[:, None])[..., None]
         key = torch.where(exists & (ids >= 0), ids, absent)
         sorted_key, order = key.flatten().sort(stable=True)
         ends = torch.searchsorted(sorted_key, experts, right=True, out_int32=True)
         x = numbers(out, ..., result.dtype).flatten(0, -2).index_select(0, order // key.shape[2])
         y = grouped_experts(x, weights, self.activation, ends).index_select(0, order.argsort()).unflatten(0, key.shape)
-        if factors is None:
-            result.copy_(y.squeeze(2))
-        else:
-            terms = y.float() * factors.reshape(key.shape)[..., None]
-            result.copy_(torch.where(key[..., None] < absent, terms, 0.0).sum(2).view(result.shape))
+        terms = y.float() * factors.reshape(key.shape)[..., None]
+        result.copy_(torch.where(key[..., None] < absent, terms, 0.0).sum(2).view(result.shape))
 
 
 def takes_grouped_mm(weights: UnquantizedMoEWeights) -> bool:

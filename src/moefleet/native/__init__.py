@@ -1,9 +1,9 @@
 """The compiled helper: a step's work on rows and routing in C, where this machine has a compiler.
 
 It is optional. Transports do the same in numpy and torch where the helper cannot be had, or ``MOEFLEET_NATIVE=0`` says
-that it is not wanted. ``routes.c`` holds the movements of a step of shm, ``flags.c`` its commits, ``bags.c`` rows of
-any table; ``rows.c`` copies and sums. ``build.py`` compiles them once into the user's cache folder; ``structs.py``
-mirrors what C and Python share.
+that it is not wanted. ``routes.c`` and ``push.c`` hold the movements of a step of shm, ``flags.c`` its commits,
+``phases.c`` both in one call; ``bags.c`` is about rows of any table; ``rows.c`` copies and sums. ``build.py`` compiles
+them once into the user's cache folder; ``structs.py`` mirrors what C and Python share.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .build import CannotBuild, load
-from .structs import FleetStruct, InboxStruct
+from .structs import FleetStruct, InboxStruct, SentStruct
 
-__all__ = ["FleetStruct", "InboxStruct", "Status", "library", "status"]
+__all__ = ["FleetStruct", "InboxStruct", "SentStruct", "Status", "library", "status"]
 
 SWITCH = "MOEFLEET_NATIVE"
 

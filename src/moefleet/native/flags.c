@@ -4,50 +4,93 @@
 #define _GNU_SOURCE
 #include "moefleet.h"
 
+#include <limits.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 /* substrate/control.py has the same, and says what it means. */
-enum { WAITING_ON = 7 };
+enum { OPERATION = 6, WAITING_ON = 7, WAITING_STEP = 8, WAITING_OPERATION = 9, FAILED = 10, COMBINING = 12 };
 typedef struct {
     int64_t generation, round, step, operation, topk, dtype, failed, origin, length;
     uint8_t mask[MAX_RANKS / 8];
     int64_t tokens; /* all before it is equal on ranks that are in the same call, and agree */
+    int64_t placed;
 } Header;
+
+enum { FUTEX_WAKE_THEM = 1 }; /* of the kernel */
 
 static _Atomic uint64_t *word(const Fleet *fleet, int64_t rank, int64_t index)
 {
-    return (_Atomic uint64_t *)(void *)(fleet->base + rank * fleet->stride) + index;
+    return (_Atomic uint64_t *)(void *)segment(fleet, rank) + index;
 }
 
-static Header *header(const Fleet *fleet, int64_t rank, int64_t at)
+static Header *header(const Fleet *fleet, int64_t rank, int64_t operation, int64_t step)
 {
-    return (Header *)(void *)(fleet->base + rank * fleet->stride + at);
+    return (Header *)(void *)(segment(fleet, rank) + fleet->headers[operation][step % SETS]);
 }
 
-/* Write this rank's header at byte `at` of its segment, and let the peers see all that it wrote for the phase.
-
-   mask: whom it trusts, as bits; everybody: whether that is all. Returns whether there are sleepers to be woken: who
-   comes last wakes those that need not sleep any more. */
-int64_t moefleet_commit(const Fleet *fleet, int64_t flag, int64_t at, int64_t generation, int64_t round, int64_t step,
-                        int64_t operation, int64_t tokens, int64_t topk, int64_t dtype, const uint8_t *mask,
-                        int64_t everybody)
+/* ROUTES is a part of dispatch. */
+static int64_t phase_of(int64_t operation)
 {
-    Header *mine = header(fleet, fleet->rank, at);
-    *mine = (Header){generation, round, step, operation, topk, dtype, 0, 0, 0, {0}, tokens};
-    memcpy(mine->mask, mask, sizeof mine->mask);
-    atomic_store_explicit(word(fleet, fleet->rank, flag), (uint64_t)step, memory_order_release);
-    atomic_thread_fence(memory_order_seq_cst); /* store, then look: of the last two at least one sees that all came */
-    if (everybody)
-        for (int64_t rank = 0; rank < fleet->world; rank++)
-            if (atomic_load_explicit(word(fleet, rank, flag), memory_order_relaxed) < (uint64_t)step)
-                return 0;
+    return operation == ROUTES ? DISPATCH : operation;
+}
+
+static uint64_t said(const Fleet *fleet, int64_t rank, int64_t index)
+{
+    return atomic_load_explicit(word(fleet, rank, index), memory_order_relaxed);
+}
+
+static int all_came(const Fleet *fleet, int64_t operation, int64_t step)
+{
     for (int64_t rank = 0; rank < fleet->world; rank++)
-        if (atomic_load_explicit(word(fleet, rank, WAITING_ON), memory_order_relaxed))
-            return 1;
-    return 0;
+        if (said(fleet, rank, fleet->flags[operation][step % SETS]) < (uint64_t)step)
+            return 0;
+    return 1;
+}
+
+/* Wake every rank that sleeps on any flag, so that it looks again at everything. */
+static void wake_sleepers(const Fleet *fleet)
+{
+    for (int64_t rank = 0; rank < fleet->world; rank++) {
+        uint64_t on = said(fleet, rank, WAITING_ON), operation = said(fleet, rank, WAITING_OPERATION);
+        if (!on || on > (uint64_t)fleet->world || !operation || operation >= OPERATIONS)
+            continue;
+        int64_t flag = fleet->flags[operation][said(fleet, rank, WAITING_STEP) % SETS];
+        syscall(SYS_futex, word(fleet, (int64_t)on - 1, flag), FUTEX_WAKE_THEM, INT_MAX, NULL, NULL, 0);
+    }
+}
+
+/* Say that this rank is about to write over the rows that it combined two steps ago. */
+void moefleet_combining(const Fleet *fleet, int64_t step)
+{
+    atomic_store_explicit(word(fleet, fleet->rank, COMBINING), (uint64_t)step, memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst); /* a reader that sees rows of this step sees its number too */
+}
+
+/* Write this rank's header of a phase, let the peers see all that it wrote for it, and wake whoever waited for that: who
+   comes last wakes those that need not sleep any more.
+
+   mask: whom it trusts, as bits; everybody: whether that is all. */
+void moefleet_commit(const Fleet *fleet, int64_t operation, int64_t step, int64_t round, int64_t tokens, int64_t placed,
+                     int64_t topk, int64_t dtype, const uint8_t *mask, int64_t everybody)
+{
+    int64_t rank = fleet->rank, set = step % SETS, phase = phase_of(operation);
+    int early = operation == DISPATCH && fleet->early; /* then some may wait for its routing alone */
+    Header *mine = header(fleet, rank, phase, step);
+    *mine = (Header){fleet->generation, round, step, phase, topk, dtype, 0, 0, 0, {0}, tokens, placed};
+    memcpy(mine->mask, mask, sizeof mine->mask);
+    atomic_store_explicit(word(fleet, rank, OPERATION), (uint64_t)phase, memory_order_relaxed);
+    atomic_store_explicit(word(fleet, rank, WAITING_ON), 0, memory_order_relaxed);
+    if (early)
+        atomic_store_explicit(word(fleet, rank, fleet->flags[ROUTES][set]), (uint64_t)step, memory_order_release);
+    atomic_store_explicit(word(fleet, rank, fleet->flags[operation][set]), (uint64_t)step, memory_order_release);
+    atomic_thread_fence(memory_order_seq_cst); /* store, then look: of the last two at least one sees that all came */
+    if (!everybody || all_came(fleet, operation, step) || (early && all_came(fleet, ROUTES, step)))
+        wake_sleepers(fleet);
 }
 
 static double now(void)
@@ -57,25 +100,22 @@ static double now(void)
     return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
 }
 
-/* Look for the commits of all ranks in `taking` (bits) again and again, for `spin_s` at most, yielding the core.
-
-   failed: the word that says whether a rank gave the step up; at: where its header is; waited: [W] seconds waited for
-   each are added; tokens: [W] receives each one's, 0 for who is not in `taking`.
+/* Look for the commits of all ranks in `taking` (bits) again and again, for a while, yielding the core. Fills in what
+   each said, `tokens` and `placed`: 0 for who is not in `taking`.
 
    Returns 1 if all came, none gave up, and all are in the same call and of the same mind; else 0. */
-int64_t moefleet_collect(const Fleet *fleet, int64_t flag, int64_t failed, int64_t at, int64_t step, int64_t operation,
-                         const uint8_t *taking, double spin_s, double *waited, int64_t *tokens)
+int64_t moefleet_collect(const Fleet *fleet, int64_t operation, int64_t step, const uint8_t *taking)
 {
-    int64_t missing[MAX_RANKS], count = 0;
+    int64_t missing[MAX_RANKS], count = 0, phase = phase_of(operation), flag = fleet->flags[operation][step % SETS];
     double start = 0, before = 0;
     for (int64_t rank = 0; rank < fleet->world; rank++)
-        if (rank != fleet->rank && taking[rank >> 3] >> (rank & 7) & 1)
+        if (rank != fleet->rank && has(taking, rank))
             missing[count++] = rank;
     for (;;) {
         int64_t still = 0;
         double seen = start ? now() : 0;
         for (int64_t i = 0; i < count; i++) {
-            waited[missing[i]] += seen - before;
+            fleet->waited[missing[i]] += seen - before;
             if (atomic_load_explicit(word(fleet, missing[i], flag), memory_order_acquire) < (uint64_t)step)
                 missing[still++] = missing[i];
         }
@@ -84,23 +124,24 @@ int64_t moefleet_collect(const Fleet *fleet, int64_t flag, int64_t failed, int64
             break;
         if (!start)
             start = seen = now();
-        if (seen - start >= spin_s)
+        if (seen - start >= fleet->spin_s)
             return 0;
         before = seen;
         sched_yield();
     }
-    const Header *mine = header(fleet, fleet->rank, at);
+    const Header *mine = header(fleet, fleet->rank, phase, step);
     for (int64_t rank = 0; rank < fleet->world; rank++) {
-        tokens[rank] = 0;
-        if (rank != fleet->rank && !(taking[rank >> 3] >> (rank & 7) & 1))
+        fleet->said_tokens[rank] = fleet->said_placed[rank] = 0;
+        if (rank != fleet->rank && !has(taking, rank))
             continue;
-        uint64_t given_up = atomic_load_explicit(word(fleet, rank, failed), memory_order_relaxed);
-        if (rank != fleet->rank && (uint64_t)(4 * step) < given_up && given_up <= (uint64_t)(4 * step + operation))
+        uint64_t given_up = said(fleet, rank, FAILED + step % SETS);
+        if (rank != fleet->rank && (uint64_t)(4 * step) < given_up && given_up <= (uint64_t)(4 * step + phase))
             return 0;
-        const Header *theirs = header(fleet, rank, at);
+        const Header *theirs = header(fleet, rank, phase, step);
         if (memcmp(theirs, mine, offsetof(Header, tokens)))
             return 0;
-        tokens[rank] = theirs->tokens;
+        fleet->said_tokens[rank] = theirs->tokens;
+        fleet->said_placed[rank] = theirs->placed;
     }
     return 1;
 }

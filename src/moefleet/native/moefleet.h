@@ -11,10 +11,19 @@
 enum { SETS = 2, MAX_RANKS = 256 };
 enum { EXPERT_MAJOR, RANK_MAJOR, FLAT };
 enum { FLOAT32, BFLOAT16, FLOAT16 };
+enum { NONE, DISPATCH, COMBINE, CLOSED, ROUTES, OPERATIONS };
+
+/* What a rank notes of the rows that it brought to experts: those of token t are bag[t] to bag[t + 1] - 1. */
+typedef struct {
+    int64_t *bag;   /* [M+1] */
+    int64_t *rank;  /* [M*Kmax] who has the expert */
+    int64_t *place; /* and which row there it is */
+    float *weight;  /* and what it counts: the sum of the slots that name the expert */
+} Sent;
 
 /* All ranks' segments and what never changes in a Fleet's life, but for its counters. */
 typedef struct {
-    char *base;     /* segment r is at base + r * stride; only our own may be written */
+    char *base;     /* segment r is at base + r * stride; only our own may be written, and landings */
     int64_t stride;
     int64_t rank, world, most, topk; /* W, M, the largest K */
     int64_t hidden, row_bytes, scale_bytes;
@@ -22,12 +31,23 @@ typedef struct {
     int64_t layout, block; /* rows of one block of the received memory */
     int64_t home_rows;     /* C, rows of a segment's combined memory */
     int64_t ids[SETS], weights[SETS], offsets[SETS], scales[SETS], tokens[SETS], combined[SETS]; /* in a segment */
+    int64_t made[SETS], landing[SETS]; /* where rows are placed: in a segment; made in EXPERT_MAJOR only */
+    Sent sent[SETS];       /* EXPERT_MAJOR, where rows are placed */
+    int64_t pushed[SETS];  /* whether this rank placed its rows in the last step of a set */
     int64_t used[SETS];    /* slots of our own that hold ids, from the front */
     const int64_t *local;  /* [E+1] local index of an expert, -1 if it is elsewhere */
     const int64_t *owner;  /* [E+1] rank that holds an expert, -1 if nobody does */
+    const int64_t *slot;   /* [E+1] local index of an expert at its owner */
+    int64_t *next, *stamp; /* [E+W] and [E]: room to count in */
     int64_t *rows_received, *rows_sent, *expert_rows; /* [W], [W], [L]: since construction */
     int64_t stream_bytes;  /* what writes more than this goes past the caches */
     int64_t ties_away;     /* whether torch rounds sums to bfloat16 so, see lanes.h */
+    int64_t flags[OPERATIONS][SETS];   /* word of a segment that commits a phase */
+    int64_t headers[OPERATIONS][SETS]; /* where its header is in a segment */
+    int64_t generation, early;         /* early: whether ranks wait for routing alone, before they place rows */
+    double spin_s;                     /* how long commits are looked for */
+    double *waited;                    /* [W] seconds waited for each rank, since construction */
+    int64_t *said_tokens, *said_placed; /* [W] what the ranks said that were collected last */
 } Fleet;
 
 /* Private memory that one step's rows are received into, and how they are sorted. */
@@ -38,6 +58,7 @@ typedef struct {
     float *weights;     /* the same, 0 where an id is -1 */
     int64_t *shown;     /* [W] or [1]: places of each block that hold routing */
     int64_t total;      /* rows that arrived */
+    int64_t *placed;    /* [W] whether a source placed its rows here itself */
     int64_t *bounds;    /* [W+1] where each source's rows begin among them */
     int32_t *token;     /* [W*M] the row's token at its source */
     int64_t *bag;       /* [W*M+1] EXPERT_MAJOR: where each row's entries begin, one for each of its experts here */
@@ -49,11 +70,66 @@ typedef struct {
     double *sum;        /* [Kmax] and its weight */
 } Inbox;
 
+static inline char *segment(const Fleet *fleet, int64_t rank)
+{
+    return fleet->base + rank * fleet->stride;
+}
+
+/* What a table of E + 1 entries says of an id. The last entry is for everything that is no expert. */
+static inline int64_t looked_up(const int64_t *table, int32_t id, int64_t experts)
+{
+    return table[(uint32_t)id < (uint64_t)experts ? id : experts];
+}
+
+static inline int has(const uint8_t *bits, int64_t rank)
+{
+    return bits[rank >> 3] >> (rank & 7) & 1;
+}
+
+/* The ranks that serve a token, as bits. */
+static inline void servers(const Fleet *fleet, const int32_t *ids, int64_t topk, uint64_t *bits)
+{
+    for (int64_t word = 0; word < (fleet->world + 63) / 64; word++)
+        bits[word] = 0;
+    for (int64_t k = 0; k < topk; k++) {
+        int64_t rank = looked_up(fleet->owner, ids[k], fleet->experts);
+        if (rank >= 0)
+            bits[rank >> 6] |= 1ull << (rank & 63);
+    }
+}
+
+/* Each rank in bits, lowest first. */
+#define FOR_EACH_RANK(rank, bits, world)                                                                               \
+    for (int64_t word_ = 0; word_ < ((world) + 63) / 64; word_++)                                                      \
+        for (uint64_t left_ = (bits)[word_]; left_; left_ &= left_ - 1)                                                \
+            for (int64_t rank = 64 * word_ + __builtin_ctzll(left_), once_ = 1; once_; once_ = 0)
+
+/* flags.c */
+void moefleet_combining(const Fleet *fleet, int64_t step);
+void moefleet_commit(const Fleet *fleet, int64_t operation, int64_t step, int64_t round, int64_t tokens, int64_t placed,
+                     int64_t topk, int64_t dtype, const uint8_t *mask, int64_t everybody);
+int64_t moefleet_collect(const Fleet *fleet, int64_t operation, int64_t step, const uint8_t *taking);
+
+/* routes.c and push.c */
+void moefleet_store(Fleet *fleet, int64_t set, int64_t count, const char *tokens, int64_t pitch, const char *scales,
+                    int64_t scale_pitch, const int32_t *ids, const float *weights, int64_t topk);
+void moefleet_push(Fleet *fleet, int64_t set, const int64_t *all, const uint8_t *to, int64_t count, const char *tokens,
+                   int64_t pitch, const int32_t *ids, const float *weights, int64_t topk);
+int64_t moefleet_arrive(const Fleet *fleet, Inbox *inbox, int64_t set, const int64_t *tokens, const int64_t *placed,
+                        int64_t topk);
+void moefleet_gather(Fleet *fleet, const Inbox *inbox, int64_t set);
+int64_t moefleet_give(const Fleet *fleet, const Inbox *inbox, int64_t set, int64_t type, const char *rows,
+                      int64_t pitch);
+int64_t moefleet_sum(Fleet *fleet, int64_t set, int64_t type, const int32_t *ids, int64_t count, int64_t topk,
+                     const uint8_t *present, const int64_t *placed, char *to);
+
 /* rows.c */
 int streams(const Fleet *fleet, int64_t bytes, const void *to);
 void stream_fence(int streamed);
 void copy_row(char *to, const char *from, const char *next, int64_t bytes, int stream);
 void sum_rows(int type, char *to, const char *const *rows, const float *weights, int64_t count, int64_t hidden,
               int away, int stream);
+void sum_groups(int type, char *to, const char *const *rows, const float *weights, const int64_t *ends, int64_t groups,
+                int64_t hidden, int away, int stream);
 
 #endif

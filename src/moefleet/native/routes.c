@@ -1,20 +1,10 @@
-/* What a step does with routing and rows: five movements between a rank's own memory and the segments of all. Peers'
+/* What a step does with routing and rows: five movements between a rank's own memory and the segments of all, where
+   push.c does not place the rows. Peers'
    numbers are taken within bounds: memory of a peer that a step went on without may change while it is read. */
 
 #include "moefleet.h"
 
 #include <string.h>
-
-static char *segment(const Fleet *fleet, int64_t rank)
-{
-    return fleet->base + rank * fleet->stride;
-}
-
-/* What a table of E + 1 entries says of an id. The last entry is for everything that is no expert. */
-static int64_t looked_up(const int64_t *table, int32_t id, int64_t experts)
-{
-    return table[(uint32_t)id < (uint64_t)experts ? id : experts];
-}
 
 /* Copy routing: ids of 8 bytes (wide) or 4, and weights. Returns 0, and copies nothing, where an id is none of -1 to
    experts - 1. */
@@ -37,16 +27,19 @@ int64_t moefleet_read(const void *ids, int64_t wide, const float *weights, int64
     return 1;
 }
 
-/* Put this rank's tokens, scales and routing where all can read them. */
+/* Put this rank's tokens, scales and routing where all can read them. Tokens may be missing: then they are placed. */
 void moefleet_store(Fleet *fleet, int64_t set, int64_t count, const char *tokens, int64_t pitch, const char *scales,
                     int64_t scale_pitch, const int32_t *ids, const float *weights, int64_t topk)
 {
     char *mine = segment(fleet, fleet->rank);
     char *to = mine + fleet->tokens[set];
     int64_t bytes = fleet->row_bytes, slots = count * topk;
-    int stream = streams(fleet, count * bytes, to);
+    int stream = tokens && streams(fleet, count * bytes, to);
     stream_fence(stream);
-    if (pitch == bytes && !stream)
+    fleet->pushed[set] = 0;
+    if (!tokens)
+        ;
+    else if (pitch == bytes && !stream)
         memcpy(to, tokens, (size_t)(count * bytes)); /* faster than row after row */
     else
         for (int64_t t = 0; t < count; t++)
@@ -129,11 +122,13 @@ static void hide(Inbox *inbox, int64_t topk, int64_t block, int64_t first, int64
 
 /* Find the rows that are for this rank, and all about them but the rows themselves.
 
-   tokens: [W] tokens of each rank, 0 for who is absent. Returns how many rows arrive; in FLAT that may be more than
-   there is room for, and then no more is shown than fits. */
-int64_t moefleet_arrive(const Fleet *fleet, Inbox *inbox, int64_t set, const int64_t *tokens, int64_t topk)
+   tokens: [W] tokens of each rank, 0 for who is absent; placed: [W] whether it brings its rows itself. Returns how many
+   rows arrive; in FLAT that may be more than there is room for, and then no more is shown than fits. */
+int64_t moefleet_arrive(const Fleet *fleet, Inbox *inbox, int64_t set, const int64_t *tokens, const int64_t *placed,
+                        int64_t topk)
 {
     int64_t taken = 0, entries = 0;
+    memcpy(inbox->placed, placed, (size_t)fleet->world * 8);
     int expert_major = fleet->layout == EXPERT_MAJOR;
     memset(inbox->expert_rows, 0, (size_t)fleet->locals * 8);
     if (expert_major)
@@ -174,10 +169,13 @@ int64_t moefleet_arrive(const Fleet *fleet, Inbox *inbox, int64_t set, const int
     return taken;
 }
 
-/* Copy rows (or scales) of all sources to their places: each is read once. */
-static void gather(const Fleet *fleet, const Inbox *inbox, int64_t from, char *to, int64_t bytes, int stream)
+/* Copy rows (or scales) of all sources to their places: each is read once. Those that are placed are there already. */
+static void gather(const Fleet *fleet, const Inbox *inbox, int64_t from, char *to, int64_t bytes, int stream,
+                   const int64_t *placed)
 {
     for (int64_t source = 0; source < fleet->world; source++) {
+        if (placed && placed[source])
+            continue;
         const char *rows = segment(fleet, source) + from;
         int64_t first = inbox->bounds[source], end = inbox->bounds[source + 1];
         int64_t block = fleet->layout == RANK_MAJOR ? source * fleet->block - first : 0;
@@ -197,11 +195,16 @@ static void gather(const Fleet *fleet, const Inbox *inbox, int64_t from, char *t
 /* Bring the rows that arrived, which must fit, and count them. */
 void moefleet_gather(Fleet *fleet, const Inbox *inbox, int64_t set)
 {
-    int64_t rows = fleet->layout == EXPERT_MAJOR ? inbox->bag[inbox->total] : inbox->total;
+    int64_t rows = 0;
+    for (int64_t source = 0; source < fleet->world; source++) {
+        int64_t first = inbox->bounds[source], end = inbox->bounds[source + 1];
+        if (!inbox->placed[source])
+            rows += fleet->layout == EXPERT_MAJOR ? inbox->bag[end] - inbox->bag[first] : end - first;
+    }
     int stream = streams(fleet, rows * fleet->row_bytes, inbox->rows);
-    gather(fleet, inbox, fleet->tokens[set], inbox->rows, fleet->row_bytes, stream);
+    gather(fleet, inbox, fleet->tokens[set], inbox->rows, fleet->row_bytes, stream, inbox->placed);
     if (fleet->scale_bytes)
-        gather(fleet, inbox, fleet->scales[set], inbox->scales, fleet->scale_bytes, 0);
+        gather(fleet, inbox, fleet->scales[set], inbox->scales, fleet->scale_bytes, 0, NULL);
     stream_fence(stream);
     for (int64_t source = 0; source < fleet->world; source++)
         fleet->rows_received[source] += inbox->bounds[source + 1] - inbox->bounds[source];
@@ -209,12 +212,17 @@ void moefleet_gather(Fleet *fleet, const Inbox *inbox, int64_t set)
         fleet->expert_rows[expert] += inbox->expert_rows[expert];
 }
 
-/* Put the experts' rows where their tokens' ranks find them: in EXPERT_MAJOR the weighted sum of each token's. */
-void moefleet_give(const Fleet *fleet, const Inbox *inbox, int64_t set, int64_t type, const char *rows, int64_t pitch)
+/* Put the experts' rows where their tokens' ranks find them: in EXPERT_MAJOR the weighted sum of each token's.
+
+   There, rows that were written to where all can read them stay, for those ranks that know which are theirs. Returns
+   whether they did. */
+int64_t moefleet_give(const Fleet *fleet, const Inbox *inbox, int64_t set, int64_t type, const char *rows,
+                      int64_t pitch)
 {
     char *mine = segment(fleet, fleet->rank), *to = mine + fleet->combined[set];
     int64_t *starts = (int64_t *)(void *)(mine + fleet->offsets[set]), *counts = starts + fleet->world;
     int64_t bytes = fleet->row_bytes;
+    int stay = fleet->layout == EXPERT_MAJOR && fleet->made[set] && rows == mine + fleet->made[set] && pitch == bytes;
     int stream = streams(fleet, inbox->total * bytes, to);
     stream_fence(stream);
     for (int64_t source = 0; source < fleet->world; source++) {
@@ -224,11 +232,15 @@ void moefleet_give(const Fleet *fleet, const Inbox *inbox, int64_t set, int64_t 
     }
     if (fleet->layout == EXPERT_MAJOR) {
         const char *terms[fleet->topk];
-        for (int64_t i = 0; i < inbox->total; i++) {
-            int64_t first = inbox->bag[i], count = inbox->bag[i + 1] - first;
-            for (int64_t e = 0; e < count; e++)
-                terms[e] = rows + inbox->position[first + e] * pitch;
-            sum_rows((int)type, to + i * bytes, terms, inbox->weight + first, count, fleet->hidden, 0, stream);
+        for (int64_t source = 0; source < fleet->world; source++) {
+            if (stay && inbox->placed[source])
+                continue;
+            for (int64_t i = inbox->bounds[source]; i < inbox->bounds[source + 1]; i++) {
+                int64_t first = inbox->bag[i], count = inbox->bag[i + 1] - first;
+                for (int64_t e = 0; e < count; e++)
+                    terms[e] = rows + inbox->position[first + e] * pitch;
+                sum_rows((int)type, to + i * bytes, terms, inbox->weight + first, count, fleet->hidden, 0, stream);
+            }
         }
     } else if (rows != to) {
         for (int64_t source = 0; source < fleet->world; source++)
@@ -236,59 +248,77 @@ void moefleet_give(const Fleet *fleet, const Inbox *inbox, int64_t set, int64_t 
                 copy_row(to + i * bytes, rows + i * pitch, rows + (i + 1) * pitch, bytes, stream);
     }
     stream_fence(stream);
+    return stay;
 }
 
-/* The ranks that serve a token, as bits. */
-static void servers(const Fleet *fleet, const int32_t *ids, int64_t topk, uint64_t *bits)
+/* The rows of one token that this rank placed with experts of `rank`, from entry *entry on: each a term. */
+static int64_t fetch(const Fleet *fleet, int64_t set, int64_t rank, int64_t end, int64_t *entry, const char **terms,
+                     float *weights)
 {
-    memset(bits, 0, MAX_RANKS / 8);
-    for (int64_t k = 0; k < topk; k++) {
-        int64_t rank = looked_up(fleet->owner, ids[k], fleet->experts);
-        if (rank >= 0)
-            bits[rank >> 6] |= 1ull << (rank & 63);
+    const Sent *sent = &fleet->sent[set];
+    const char *rows = segment(fleet, rank) + fleet->made[set];
+    int64_t found = 0;
+    while (*entry < end && sent->rank[*entry] < rank)
+        ++*entry;
+    for (; *entry < end && sent->rank[*entry] == rank; ++*entry) {
+        terms[found] = rows + sent->place[*entry] * fleet->row_bytes;
+        weights[found++] = sent->weight[*entry];
     }
+    return found;
 }
 
 /* Sum what all ranks made of this rank's tokens into `to` [T, H].
 
-   present: who took part, as bits; checked: leave out also ranks that served other tokens than ours, that is, took us
-   for missing. Returns how many those are. */
+   present: who took part, as bits; placed: [W] whether a rank's rows stayed where it made them. Ranks that served other
+   tokens than ours, that is, took us for missing, are left out. Returns the first of them and 1, or 0 for none. */
 int64_t moefleet_sum(Fleet *fleet, int64_t set, int64_t type, const int32_t *ids, int64_t count, int64_t topk,
-                     const uint8_t *present, int64_t checked, char *to)
+                     const uint8_t *present, const int64_t *placed, char *to)
 {
-    int64_t due[MAX_RANKS] = {0}, start[MAX_RANKS], done[MAX_RANKS] = {0}, unserved = 0;
-    uint8_t taken[MAX_RANKS];
+    int64_t due[MAX_RANKS] = {0}, start[MAX_RANKS], done[MAX_RANKS] = {0}, unserved = 0, apart = 0;
+    uint8_t taken[MAX_RANKS], whole[MAX_RANKS];
     uint64_t bits[MAX_RANKS / 64];
-    int64_t world = fleet->world, words = (world + 63) / 64, bytes = fleet->row_bytes;
+    int64_t world = fleet->world, bytes = fleet->row_bytes;
     int stream = streams(fleet, count * bytes, to);
     for (int64_t t = 0; t < count; t++) {
         servers(fleet, ids + t * topk, topk, bits);
-        for (int64_t word = 0; word < words; word++)
-            for (uint64_t left = bits[word]; left; left &= left - 1)
-                due[64 * word + __builtin_ctzll(left)]++;
+        FOR_EACH_RANK (rank, bits, world)
+            due[rank]++;
     }
     for (int64_t rank = 0; rank < world; rank++) {
         const int64_t *offsets = (const int64_t *)(const void *)(segment(fleet, rank) + fleet->offsets[set]);
-        int here = present[rank >> 3] >> (rank & 7) & 1;
-        int skipped = here && checked && offsets[world + fleet->rank] != due[rank];
+        int here = has(present, rank);
         start[rank] = offsets[fleet->rank];
-        unserved += skipped;
-        taken[rank] = here && !skipped && start[rank] >= 0 && start[rank] <= fleet->home_rows - due[rank];
+        whole[rank] = !(fleet->pushed[set] && placed[rank] && fleet->layout == EXPERT_MAJOR);
+        apart |= !whole[rank];
+        taken[rank] = here && offsets[world + fleet->rank] == due[rank] && start[rank] >= 0 &&
+                      start[rank] <= fleet->home_rows - due[rank];
         if (taken[rank])
             fleet->rows_sent[rank] += due[rank];
+        else if (here && !unserved)
+            unserved = rank + 1;
     }
     for (int64_t t = 0; t < count; t++) {
-        const char *terms[MAX_RANKS];
-        int64_t found = 0;
+        const char *terms[MAX_RANKS + topk];
+        float weights[MAX_RANKS + topk];
+        int64_t ends[MAX_RANKS], groups = 0, found = 0, entry = apart ? fleet->sent[set].bag[t] : 0;
         servers(fleet, ids + t * topk, topk, bits);
-        for (int64_t word = 0; word < words; word++)
-            for (uint64_t left = bits[word]; left; left &= left - 1) {
-                int64_t rank = 64 * word + __builtin_ctzll(left);
-                int64_t row = start[rank] + done[rank]++;
-                if (taken[rank])
-                    terms[found++] = segment(fleet, rank) + fleet->combined[set] + row * bytes;
+        FOR_EACH_RANK (rank, bits, world) {
+            int64_t row = start[rank] + done[rank]++;
+            if (!taken[rank])
+                continue;
+            if (whole[rank]) {
+                weights[found] = 1.0f;
+                terms[found++] = segment(fleet, rank) + fleet->combined[set] + row * bytes;
+            } else {
+                found += fetch(fleet, set, rank, fleet->sent[set].bag[t + 1], &entry, terms + found, weights + found);
             }
-        sum_rows((int)type, to + t * bytes, terms, NULL, found, fleet->hidden, (int)fleet->ties_away, stream);
+            ends[groups++] = found;
+        }
+        if (apart)
+            sum_groups((int)type, to + t * bytes, terms, weights, ends, groups, fleet->hidden, (int)fleet->ties_away,
+                       stream);
+        else
+            sum_rows((int)type, to + t * bytes, terms, NULL, found, fleet->hidden, (int)fleet->ties_away, stream);
     }
     stream_fence(stream);
     return unserved;

@@ -154,3 +154,66 @@ void sum_rows(int type, char *to, const char *const *rows, const float *weights,
     else
         sum_typed(FLOAT16, 0, to, rows, weights, count, hidden, away, stream);
 }
+
+static inline Lanes as_stored(int type, Lanes values)
+{
+    if (type == FLOAT32)
+        return values;
+    return type == BFLOAT16 ? lanes_from_bfloat16(lanes_to_bfloat16(values, 0)) : lanes_from_float16(lanes_to_float16(values));
+}
+
+static inline float as_stored1(int type, float value)
+{
+    if (type == FLOAT32)
+        return value;
+    return type == BFLOAT16 ? from_bfloat16(to_bfloat16(value, 0)) : from_float16(to_float16(value));
+}
+
+static inline void sum_groups_typed(int type, char *to, const char *const *rows, const float *weights,
+                                    const int64_t *ends, int64_t groups, int64_t hidden, int away, int stream)
+{
+    int64_t size = type == FLOAT32 ? 4 : 2, at = 0;
+    for (; at + COLUMNS <= hidden; at += COLUMNS) {
+        Lanes sums[REGISTERS] = {{0}};
+        char done[4 * COLUMNS];
+        for (int64_t g = 0, k = 0; g < groups; g++) {
+            Lanes part[REGISTERS] = {{0}};
+            for (; k < ends[g]; k++)
+                for (int i = 0; i < REGISTERS; i++)
+                    part[i] = fused(weights[k], load(type, rows[k] + (at + i * WIDTH) * size), part[i]);
+            for (int i = 0; i < REGISTERS; i++)
+                sums[i] += as_stored(type, part[i]);
+        }
+        for (int i = 0; i < REGISTERS; i++)
+            store(type, done + i * WIDTH * size, sums[i], away);
+        if (stream)
+            for (int64_t i = 0; i < COLUMNS * size; i += LINE)
+                stream_line(to + at * size + i, done + i);
+        else
+            memcpy(to + at * size, done, (size_t)(COLUMNS * size));
+    }
+    for (; at < hidden; at++) {
+        float sum = 0.0f;
+        for (int64_t g = 0, k = 0; g < groups; g++) {
+            float part = 0.0f;
+            for (; k < ends[g]; k++)
+                part = fused1(weights[k], load1(type, rows[k] + at * size), part);
+            sum += as_stored1(type, part);
+        }
+        store1(type, to + at * size, sum, away);
+    }
+}
+
+/* The sum of groups of rows: each group is weighted, summed, and rounded to the row type, as if somebody had done so
+   elsewhere and sent the result; then they are added. Group g ends before row ends[g]. A row that is such a result
+   already is a group with weight 1, which changes no bit of it. */
+void sum_groups(int type, char *to, const char *const *rows, const float *weights, const int64_t *ends, int64_t groups,
+                int64_t hidden, int away, int stream)
+{
+    if (type == FLOAT32)
+        sum_groups_typed(FLOAT32, to, rows, weights, ends, groups, hidden, away, stream);
+    else if (type == BFLOAT16)
+        sum_groups_typed(BFLOAT16, to, rows, weights, ends, groups, hidden, away, stream);
+    else
+        sum_groups_typed(FLOAT16, to, rows, weights, ends, groups, hidden, away, stream);
+}

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_char_p, c_double, c_int64, c_void_p
+from typing import Any, ClassVar
 
-SETS = 2
+SETS, OPERATIONS = 2, 5
 
 _Each = c_int64 * SETS
+
+
+class SentStruct(ctypes.Structure):
+    """What a rank notes of the rows that it brought to experts; see ``moefleet.h``."""
+
+    _fields_ = (("bag", c_void_p), ("rank", c_void_p), ("place", c_void_p), ("weight", c_void_p))
 
 
 class FleetStruct(ctypes.Structure):
     """All ranks' segments, and what never changes in a Fleet's life; see ``moefleet.h``."""
 
-    _fields_ = (
+    _fields_: ClassVar[Any] = (
         ("base", c_void_p), ("stride", c_int64),
         ("rank", c_int64), ("world", c_int64), ("most", c_int64), ("topk", c_int64),
         ("hidden", c_int64), ("row_bytes", c_int64), ("scale_bytes", c_int64),
@@ -22,12 +29,17 @@ class FleetStruct(ctypes.Structure):
         ("home_rows", c_int64),
         ("ids", _Each), ("weights", _Each), ("offsets", _Each), ("scales", _Each), ("tokens", _Each),
         ("combined", _Each),
+        ("made", _Each), ("landing", _Each), ("sent", SentStruct * SETS), ("pushed", _Each),
         ("used", _Each),
         ("local", c_void_p),
-        ("owner", c_void_p),
+        ("owner", c_void_p), ("slot", c_void_p), ("next", c_void_p), ("stamp", c_void_p),
         ("rows_received", c_void_p), ("rows_sent", c_void_p), ("expert_rows", c_void_p),
         ("stream_bytes", c_int64),
         ("ties_away", c_int64),
+        ("flags", _Each * OPERATIONS), ("headers", _Each * OPERATIONS),
+        ("generation", c_int64), ("early", c_int64),
+        ("spin_s", c_double),
+        ("waited", c_void_p), ("said_tokens", c_void_p), ("said_placed", c_void_p),
     )  # fmt: skip
 
 
@@ -39,19 +51,30 @@ class InboxStruct(ctypes.Structure):
         for name in ("rows", "scales", "counts", "ids", "weights", "shown")
     ) + (("total", c_int64),) + tuple(
         (name, c_void_p)
-        for name in ("bounds", "token", "bag", "position", "weight", "expert_rows", "local", "expert", "sum")
+        for name in ("placed", "bounds", "token", "bag", "position", "weight", "expert_rows", "local", "expert", "sum")
     )  # fmt: skip
 
 
 CALLS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "read": (c_int64, (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
     "store": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
-    "arrive": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p, c_int64)),
+    "push": (None, (c_void_p, c_int64, c_void_p, c_char_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
+    "arrive": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
     "gather": (None, (c_void_p, c_void_p, c_int64)),
-    "give": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64)),
-    "sum": (c_int64, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_char_p, c_int64, c_void_p)),
-    "commit": (c_int64, (c_void_p, *(c_int64,) * 9, c_char_p, c_int64)),
-    "collect": (c_int64, (c_void_p, *(c_int64,) * 5, c_char_p, c_double, c_void_p, c_void_p)),
+    "give": (c_int64, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64)),
+    "sum": (c_int64, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_char_p, c_void_p, c_void_p)),
+    "commit": (None, (c_void_p, *(c_int64,) * 7, c_char_p, c_int64)),
+    "collect": (c_int64, (c_void_p, c_int64, c_int64, c_char_p)),
+    "dispatch": (
+        c_int64,
+        (c_void_p, c_void_p, *(c_int64,) * 3, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *(c_int64,) * 3)
+        + (c_char_p, c_int64),
+    ),
+    "combine": (
+        c_int64,
+        (c_void_p, c_void_p, *(c_int64,) * 3, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64)
+        + (c_char_p, c_int64, c_char_p, c_void_p, c_void_p),
+    ),
     "copy_rows": (
         c_int64,
         (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
@@ -62,7 +85,7 @@ CALLS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "sizes": (c_int64, (c_int64,)),
 }
-"""What ``moefleet_<name>`` returns and takes; ``routes.c``, ``flags.c`` and ``bags.c`` say what it does."""
+"""What ``moefleet_<name>`` returns and takes; the sources say what it does."""
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:

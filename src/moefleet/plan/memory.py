@@ -31,19 +31,23 @@ class Memory:
     at_most: int
 
 
-def inbox_bytes(params: FleetParams, world_size: int, num_local: int) -> int:
+def inbox_bytes(params: FleetParams, world_size: int, num_local: int, *, rows: bool = True) -> int:
     """One received buffer of ``shm`` and ``torch_dist``: rows, scales, and in all but EXPERT_MAJOR the routing."""
     places = math.prod(params.received_shape(world_size, num_local))
-    row = params.token_hidden_size * params.dtype_bytes + params.scale_bytes_per_token
+    row = (params.token_hidden_size * params.dtype_bytes if rows else 0) + params.scale_bytes_per_token
     routing = 0 if params.layout is EpLayout.EXPERT_MAJOR else 12 * params.max_topk  # int64 ids, float32 weights
     return places * (row + routing)
 
 
 def shm(params: FleetParams, world_size: int, rank: int = 0, algo_knobs: Sequence[FleetAlgoKnob] = ()) -> Memory:
-    """The shared segment, taken at once, and the received buffers, which grow with what arrives."""
+    """The shared segment, of which EXPERT_MAJOR takes a part only as rows arrive, and what is received beside rows.
+
+    With the compiled helper; without it EXPERT_MAJOR takes less.
+    """
     params = replace(params, scale_bytes_per_token=RowFormat.of(params, algo_knobs).scale_bytes)
-    segment = SegmentLayout.of(params, world_size).size
-    return Memory(segment, segment + SETS * inbox_bytes(params, world_size, _local(params, world_size, rank)))
+    segment = SegmentLayout.of(params, world_size, _local(params, world_size, 0))
+    beside = SETS * inbox_bytes(params, world_size, _local(params, world_size, rank), rows=False)
+    return Memory(segment.allocated, segment.size + beside)
 
 
 def torch_dist(params: FleetParams, world_size: int, rank: int = 0, algo_knobs: Sequence[FleetAlgoKnob] = ()) -> Memory:

@@ -51,6 +51,17 @@ class Operation(enum.IntEnum):
     DISPATCH = 1
     COMBINE = 2
     CLOSED = 3  # done with the step, well or badly: its buffers are no longer read
+    ROUTES = 4  # part of dispatch: the routing can be read, while rows are still to come
+
+    @property
+    def phase(self) -> Operation:
+        """The phase that this belongs to: its header, and what a user calls it."""
+        return Operation.DISPATCH if self is Operation.ROUTES else self
+
+    @classmethod
+    def read(cls, word: int) -> Operation:
+        """What stands in a word that a peer wrote, which may be anything."""
+        return cls(word) if 0 <= word <= cls.ROUTES else cls.NONE
 
 
 _FLAGS = tuple(tuple((2 + phase * SETS + s - SETS) * WORDS_PER_LINE for s in range(SETS)) for phase in Operation)
@@ -64,10 +75,10 @@ def flag_word(operation: Operation, step: int) -> int:
 REASON_BYTES = 512
 MASK_BYTES = 32
 MAX_RANKS = MASK_BYTES * 8
-_HEADER = struct.Struct(f"<9q{MASK_BYTES}sq")
+_HEADER = struct.Struct(f"<9q{MASK_BYTES}s2q")
 HEADER_BYTES = 1024
 _REASON_AT = HEADER_BYTES - REASON_BYTES
-TOKENS_AT = _HEADER.size - 8
+TOKENS_AT = _HEADER.size - 16
 """Byte at which a header holds ``tokens``. All before it is equal on ranks that are in the same call, and agree."""
 
 
@@ -83,6 +94,7 @@ class Header(NamedTuple):
         origin: the rank whose mistake it was, where ``failed``.
         reason: its text, where ``failed``.
         mask: the writer's mask, bit ``r`` set where rank ``r`` is active.
+        placed: whether the rows of this phase lie where they are used, instead of where they are fetched from.
     """
 
     generation: int
@@ -96,6 +108,7 @@ class Header(NamedTuple):
     origin: int = 0
     reason: str = ""
     mask: int = 0
+    placed: bool = False
 
     def write(self, memory: memoryview, offset: int) -> None:
         """Store at this byte offset; the phase's flag commits it."""
@@ -103,6 +116,7 @@ class Header(NamedTuple):
         _HEADER.pack_into(
             memory, offset, self.generation, self.round, self.step, self.operation, self.topk, self.dtype,
             self.failed, self.origin, len(text), self.mask.to_bytes(MASK_BYTES, "little"), self.tokens,
+            self.placed,
         )  # fmt: skip
         if text:
             memory[offset + _REASON_AT : offset + _REASON_AT + len(text)] = text
@@ -110,10 +124,11 @@ class Header(NamedTuple):
     @classmethod
     def read(cls, memory: memoryview, offset: int) -> Header:
         """Read a committed header. Nothing here is trusted further than as numbers and text."""
-        g, r, s, op, topk, dtype, failed, origin, length, mask, tokens = _HEADER.unpack_from(memory, offset)
+        g, r, s, op, topk, dtype, failed, origin, length, mask, tokens, placed = _HEADER.unpack_from(memory, offset)
         text = ""
         if failed:
             at = offset + _REASON_AT
             text = bytes(memory[at : at + min(max(length, 0), REASON_BYTES)]).decode("utf-8", "replace")
         active = int.from_bytes(mask, "little")
-        return cls(g, r, s, Operation(op & 3), tokens, topk, dtype, bool(failed), origin, text, active)
+        operation = Operation.read(op)
+        return cls(g, r, s, operation, tokens, topk, dtype, bool(failed), origin, text, active, bool(placed))

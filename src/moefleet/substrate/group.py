@@ -39,6 +39,8 @@ class HostGroup:
         rank, world_size: this rank in the group.
         size: bytes of each rank's segment, control block included; equal on all ranks.
         align: the distance between two segments in memory divides by this many bytes.
+        allocated: bytes of a segment, from the front, that are taken at once; ``None``: all.
+        open_from: where the part begins that peers can write; ``None``: there is none.
         exchange: how values reach the other ranks before memory does.
         look: raises where this rank waits for the others in vain.
         incarnation: identity of this process.
@@ -70,20 +72,23 @@ class HostGroup:
         silence_s: float,
         faults: FaultState,
         dead: bytearray | npt.NDArray[np.int64] | None = None,
+        allocated: int | None = None,
+        open_from: int | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
+        allocated = size if allocated is None else allocated
         mesh = Mesh(rank, world_size, look)
         fds: list[int] = []
         try:
 
             def allocate() -> dict[str, Any]:
-                fds.append(create_segment(size, on_this_host=world_size))
+                fds.append(create_segment(allocated, on_this_host=world_size, spare=size - allocated))
                 return {"address": mesh.address, "token": mesh.token}
 
             peers = exchange("segments", allocate)
             mesh.connect([p["address"] for p in peers], [p["token"] for p in peers], timeout_s)
             fds[:] = mesh.exchange_fds(fds[0], timeout_s)
-            self.range = AddressRange.map(fds, rank, size, align)
+            self.range = AddressRange.map(fds, rank, size, align, open_from)
         except BaseException:
             mesh.close()
             raise
@@ -105,10 +110,10 @@ class HostGroup:
         # Runs at destroy, when the group is collected, or at interpreter exit, whichever is first.
         self._depart = weakref.finalize(self, _depart, self.waiter, rank, mesh, watcher)
         try:
-            self.range.use_huge_pages(rank, size)
+            self.range.use_huge_pages(rank, allocated)
             exchange("ready", dict)
             for peer in range(world_size):
-                self.range.use_huge_pages(peer, size)
+                self.range.use_huge_pages(peer, allocated)
         except BaseException:
             self._depart()
             raise

@@ -17,19 +17,30 @@ from .routes import Arrivals, ExpertBlocks, Ints, count_to, expert_blocks
 
 
 class Inbox:
-    """Sized once from ``params``; pages are touched only where rows arrive."""
+    """Sized once from ``params``; pages are touched only where rows arrive.
+
+    Args:
+        rows: memory to use for the rows, bytes; ``None`` takes private memory.
+    """
 
     def __init__(
-        self, params: FleetParams, world_size: int, num_local: int, device: torch.device | str = "cpu"
+        self,
+        params: FleetParams,
+        world_size: int,
+        num_local: int,
+        device: torch.device | str = "cpu",
+        rows: torch.Tensor | None = None,
     ) -> None:
         self._params, self._num_local = params, num_local
         self._layout = params.resolved_layout
         self._shape = params.received_shape(world_size, num_local)
         self._places = math.prod(self._shape)
         row_bytes = params.token_hidden_size * params.dtype_bytes
-        self._rows = torch.empty(self._places * row_bytes, dtype=torch.uint8, device=device)
-        if self._rows.device.type == "cpu":
-            prefer_huge_pages(self._rows)
+        if rows is None:
+            rows = torch.empty(self._places * row_bytes, dtype=torch.uint8, device=device)
+            if rows.device.type == "cpu":
+                prefer_huge_pages(rows)
+        self._rows = rows
         self._scales = torch.empty(self._places * params.scale_bytes_per_token, dtype=torch.uint8, device=device)
         self._gather_blocks = movements(device).gather_blocks
         blocks = 1 if self._layout is EpLayout.FLAT else self._shape[0]

@@ -1,7 +1,8 @@
 """Segments of shared memory that no file system ever sees, mapped side by side into one address range.
 
-Each rank owns one memfd segment and is the only one that can write it: peers map it read-only. The mappings of all
-ranks lie at a fixed stride, so one tensor spans them all and an index reaches any row of any rank.
+Each rank owns one memfd segment and is the only one that can write it: peers map it read-only, but for a part at its
+end, if they agreed on one, in which each of them writes only what is its own. The mappings of all ranks lie at a fixed
+stride, so one tensor spans them all and an index reaches any row of any rank.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _CONTROL_GROUPS = (
 """Of a control group: the limit, what is used, the statistics, and what in them the kernel could drop at once."""
 
 
-def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
+def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int, offset: int = 0) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-    got = libc.mmap(address, size, protection, flags, fd, 0)
+    got = libc.mmap(address, size, protection, flags, fd, offset)
     if got == _FAILED or got is None:
         code = ctypes.get_errno()
         raise MoEEpTransportError("mmap", code, f"mapping {size} bytes of shared memory", os.strerror(code))
@@ -81,11 +82,12 @@ def available_bytes() -> int:
     return int(free) if free != math.inf else 2**62
 
 
-def create_segment(size: int, *, on_this_host: int) -> int:
+def create_segment(size: int, *, on_this_host: int, spare: int = 0) -> int:
     """A memfd of ``size`` bytes whose pages are all taken now, so that no later store can fail. Returns its fd.
 
     Args:
         size: bytes of this rank's segment.
+        spare: bytes after them whose pages are taken when they are first touched, as those of private memory.
         on_this_host: how many ranks of this host allocate as much at the same time.
 
     Raises:
@@ -101,6 +103,7 @@ def create_segment(size: int, *, on_this_host: int) -> int:
         )
     fd = os.memfd_create("moefleet", os.MFD_CLOEXEC)
     try:
+        os.ftruncate(fd, size + spare)
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
         os.close(fd)
@@ -122,8 +125,12 @@ class AddressRange:
     stride: int
 
     @classmethod
-    def map(cls, fds: Sequence[int], own: int, size: int, align: int) -> AddressRange:
-        """Map segment ``fds[own]`` writable and the others read-only, at a stride that divides by ``align`` bytes."""
+    def map(cls, fds: Sequence[int], own: int, size: int, align: int, open_from: int | None = None) -> AddressRange:
+        """Map segment ``fds[own]`` writable and the others read-only, at a stride that divides by ``align`` bytes.
+
+        Args:
+            open_from: where a part of all segments begins that can be written too, at a page; ``None``: there is none.
+        """
         step = math.lcm(_HUGE_PAGE, align)
         if step * len(fds) > _MOST_ADDRESSES:
             step = math.lcm(mmap.PAGESIZE, align)
@@ -133,8 +140,11 @@ class AddressRange:
         base = -(-start // _HUGE_PAGE) * _HUGE_PAGE
         try:
             for rank, fd in enumerate(fds):
-                writable = mmap.PROT_WRITE if rank == own else 0
-                _mmap(base + rank * stride, size, mmap.PROT_READ | writable, mmap.MAP_SHARED | _MAP_FIXED, fd)
+                at, how = base + rank * stride, mmap.MAP_SHARED | _MAP_FIXED
+                _mmap(at, size, mmap.PROT_READ | (mmap.PROT_WRITE if rank == own else 0), how, fd)
+                if rank != own and open_from is not None and open_from < size:
+                    both = mmap.PROT_READ | mmap.PROT_WRITE
+                    _mmap(at + open_from, size - open_from, both, how, fd, open_from)
         except BaseException:
             _munmap(start, total)
             raise

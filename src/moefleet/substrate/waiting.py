@@ -106,9 +106,9 @@ class Waiter:
         words = self._words
         for block in self._blocks:
             on = words[block + _WAITING_ON]
-            if on and on <= len(self._blocks) and (operation := words[block + _WAITING_OPERATION] & 3):
+            if on and on <= len(self._blocks) and (operation := Operation.read(words[block + _WAITING_OPERATION])):
                 step = words[block + _WAITING_STEP]
-                asleep.add(self._blocks[on - 1] + flag_word(Operation(operation), step))
+                asleep.add(self._blocks[on - 1] + flag_word(operation, step))
         for index in asleep:
             futex_wake(self._address + 8 * index)
 
@@ -205,7 +205,7 @@ class Waiter:
         if operation is Operation.CLOSED:
             return False  # it is waited for because the step failed
         place = Word.FAILED + step % SETS
-        return any(4 * step < self._words[self._blocks[peer] + place] <= 4 * step + operation for peer in peers)
+        return any(4 * step < self._words[self._blocks[peer] + place] <= 4 * step + operation.phase for peer in peers)
 
     def _give_up_on(self, peer: int, error: MoEEpPeerError | MoEEpTimeoutError) -> None:
         if not self._faults.tolerant:
@@ -245,19 +245,19 @@ class Waiter:
         """Whether the peer waits for a commit that we cannot make while we wait for it."""
         if self.said(peer, Word.WAITING_ON) != self._rank + 1:
             return ""
-        step, operation = self.said(peer, Word.WAITING_STEP), Operation(self.said(peer, Word.WAITING_OPERATION) & 3)
+        step, operation = self.said(peer, Word.WAITING_STEP), Operation.read(self.said(peer, Word.WAITING_OPERATION))
         if operation is Operation.NONE or self.committed(self._rank, operation, step):
             return ""
-        return f"rank {peer} itself waits in {operation.name.lower()} of step {step} for rank {self._rank}"
+        return f"rank {peer} itself waits in {operation.phase.name.lower()} of step {step} for rank {self._rank}"
 
     def _where(self, peer: int, operation: Operation, step: int) -> str:
-        return f"rank {self._rank} waits in {operation.name.lower()} of step {step} for rank {peer}: "
+        return f"rank {self._rank} waits in {operation.phase.name.lower()} of step {step} for rank {peer}: "
 
     def describe(self, rank: int) -> str:
         """A rank's control block in words, for messages."""
         known = {int(state): state.name for state in State}
         state = known.get(self.said(rank, Word.STATE), "not started")
-        operation = Operation(self.said(rank, Word.OPERATION) & 3).name.lower()
+        operation = Operation.read(self.said(rank, Word.OPERATION)).name.lower()
         text = f"{state}, step {self.said(rank, Word.STEP)}, {operation}"
         if other := self.said(rank, Word.WAITING_ON):
             text += f", waiting for rank {other - 1}"

@@ -14,6 +14,7 @@ from moefleet import (
     FleetParams,
     HandleAlgoKnobTopKWeights,
     HandleParams,
+    ShmConfig,
     create_fleet,
 )
 from tests.strategies import make_problem
@@ -21,10 +22,12 @@ from tests.strategies import make_problem
 EXPERTS, HIDDEN, TOPK, MOST = 6, 64, 3, 8
 
 
-def fleet_of(bootstrap: BootstrapConfig, layout: EpLayout = EpLayout.EXPERT_MAJOR) -> Fleet:
+def fleet_of(
+    bootstrap: BootstrapConfig, layout: EpLayout = EpLayout.EXPERT_MAJOR, place_bytes: int | None = None
+) -> Fleet:
     algorithm = EpAlgorithm.HIGH_THROUGHPUT if layout is EpLayout.FLAT else EpAlgorithm.LOW_LATENCY
     params = FleetParams(EXPERTS, MOST, HIDDEN, 4, algorithm, layout, max_topk=TOPK)
-    return create_fleet(bootstrap, params, backend="shm")
+    return create_fleet(bootstrap, params, backend=ShmConfig(place_bytes=place_bytes))
 
 
 def step(fleet: Fleet, seed: int = 0) -> torch.Tensor:

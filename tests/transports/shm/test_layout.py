@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from moefleet import EpAlgorithm, FleetParams
+from moefleet import EpAlgorithm, EpLayout, FleetParams
 from moefleet.substrate.control import BLOCK_BYTES, HEADER_BYTES, Operation
 from moefleet.transports.shm.layout import SegmentLayout
 
-HIGH = EpAlgorithm.HIGH_THROUGHPUT
+HIGH, RANK_MAJOR = EpAlgorithm.HIGH_THROUGHPUT, EpLayout.RANK_MAJOR
+LOCALS = 3
 
 
 def pieces(layout: SegmentLayout, params: FleetParams, world: int) -> list[tuple[int, int]]:
@@ -30,7 +33,13 @@ def pieces(layout: SegmentLayout, params: FleetParams, world: int) -> list[tuple
             (layout.combined[step], params.recv_capacity(world) * row),
         ):
             found.append((at, at + size))
-    return sorted(found)
+    return sorted(found) + areas(layout, params, world)
+
+
+def areas(layout: SegmentLayout, params: FleetParams, world: int) -> list[tuple[int, int]]:
+    """(begin, end) of what is placed."""
+    size = math.prod(params.received_shape(world, LOCALS)) * layout.row_bytes
+    return [(at, at + size) for at in (*layout.made, *layout.landing)]
 
 
 @pytest.mark.parametrize("world", [1, 3, 256])
@@ -46,13 +55,30 @@ def pieces(layout: SegmentLayout, params: FleetParams, world: int) -> list[tuple
     ids=str,
 )
 @pytest.mark.parametrize("hidden", [1, 5, 100, 7168])
-def test_nothing_overlaps_and_all_fits(hidden: int, fields: dict[str, Any], world: int) -> None:
+@pytest.mark.parametrize("placed", [False, True], ids=["fetched", "placed"])
+def test_nothing_overlaps_and_all_fits(placed: bool, hidden: int, fields: dict[str, Any], world: int) -> None:
     params = FleetParams(9, 7, hidden, **fields)
-    layout = SegmentLayout.of(params, world)
+    layout = SegmentLayout.of(params, world, LOCALS if placed else None)
     found = pieces(layout, params, world)
     for (_, end), (begin, _) in pairwise(found):
         assert end <= begin
-    assert found[-1][1] == layout.size
+    assert found[-1][1] <= layout.size <= found[-1][1] + (mmap.PAGESIZE if placed else 0)
+    assert bool(layout.landing) is placed
+
+
+@pytest.mark.parametrize("fields", [{}, {"layout": RANK_MAJOR}, {"algorithm": HIGH}], ids=str)
+def test_peers_write_received_rows_and_nothing_else(fields: dict[str, Any]) -> None:
+    params = FleetParams(9, 7, 100, **fields)
+    layout = SegmentLayout.of(params, 3, LOCALS)
+    assert layout.open_from == layout.landing[0] and layout.open_from % mmap.PAGESIZE == 0
+    ends = [end for begin, end in pieces(layout, params, 3) if begin not in layout.landing]
+    assert max(ends) <= layout.open_from
+    without = SegmentLayout.of(params, 3)
+    assert without.open_from == without.allocated == without.size and not without.landing
+    if params.layout is EpLayout.EXPERT_MAJOR:
+        assert layout.allocated == without.size, "pages of large areas are taken as rows come"
+    else:
+        assert layout.allocated == layout.size and not layout.made
 
 
 @pytest.mark.parametrize("hidden, scales", [(5, 0), (100, 13), (7168, 56)])

@@ -42,7 +42,7 @@ class Rank:
 def world_of(params: FleetParams, placement: Placement, in_c: bool) -> list[Rank]:
     """All ranks over one stretch of memory, as segments are."""
     world = placement.world_size
-    layout = SegmentLayout.of(params, world)
+    layout = SegmentLayout.of(params, world, max(placement.slots_per_rank) if in_c else None)
     stride = -(-layout.size // layout.align) * layout.align
     if layout.align % 8:
         stride *= 8
@@ -71,7 +71,8 @@ def world_of(params: FleetParams, placement: Placement, in_c: bool) -> list[Rank
 @dataclass
 class Step:
     """What all ranks bring to a step; ``absent``: a rank that nobody hears of, ``deaf``: one that did not hear of
-    rank 0, and so serves nothing of it."""
+    rank 0, and so serves nothing of it; ``placed``: ranks that place their rows, where ranks can; ``stay``: whether
+    experts write where their rows can stay."""
 
     ids: list[torch.Tensor]
     weights: list[torch.Tensor]
@@ -79,6 +80,8 @@ class Step:
     scales: list[torch.Tensor | None]
     absent: int = -1
     deaf: int = -1
+    placed: tuple[int, ...] = ()
+    stay: bool = False
 
 
 def run(ranks: list[Rank], number: int, step: Step) -> Iterator[Any]:
@@ -88,17 +91,24 @@ def run(ranks: list[Rank], number: int, step: Step) -> Iterator[Any]:
     dtype, scale_dtype = step.tokens[0].dtype, None if step.scales[0] is None else step.scales[0].dtype
     present = sum(1 << rank for rank in range(world) if rank != step.absent)
     here = [rank for rank in range(world) if rank != step.absent]
+    everybody = [len(ids) if present >> peer & 1 else 0 for peer, ids in enumerate(step.ids)]
+    placing = bool(ranks[0].buffers.landings)
+    placed = [int(placing and rank in step.placed) for rank in range(world)]
     for rank in here:
         at = ranks[rank].buffers.sets[number % 2]
-        ranks[rank].moves.store(at, step.tokens[rank], step.scales[rank], routings[rank])
-    outputs = {}
+        ranks[rank].moves.store(at, None if placed[rank] else step.tokens[rank], step.scales[rank], routings[rank])
+    for rank in here:
+        if placed[rank]:
+            at = ranks[rank].buffers.sets[number % 2]
+            ranks[rank].moves.push(at, step.tokens[rank], routings[rank], everybody, present)
+    outputs, stayed = {}, []
     for rank in here:
         heard = present & ~1 if rank == step.deaf else present
         counts = [len(ids) if heard >> peer & 1 else 0 for peer, ids in enumerate(step.ids)]
         buffers, moves = ranks[rank].buffers, ranks[rank].moves
-        inbox = buffers.inbox(number, ())
+        inbox = buffers.landings[number % 2] if placing else buffers.inbox(number, ())
         outputs[rank] = out = inbox.output(dtype, topk, scale_dtype)
-        arrived = moves.arrive(buffers.sets[number % 2], inbox, counts, heard, topk)
+        arrived = moves.arrive(buffers.sets[number % 2], inbox, counts, placed, heard, topk)
         yield arrived
         moves.gather(buffers.sets[number % 2], inbox, dtype)
         filled = out.expert_counts if out.recv_total_counter is None else out.recv_total_counter
@@ -113,10 +123,15 @@ def run(ranks: list[Rank], number: int, step: Step) -> Iterator[Any]:
             yield out.recv_topk_idx.tolist()
             yield bits(out.recv_topk_weights)
         made = out.expert_tensors * 1.5  # what the experts do; what lies past the counts stays what it is
-        moves.give(buffers.sets[number % 2], inbox, made)
+        room = buffers.sets[number % 2].returned
+        if step.stay and room is not None:
+            made = room[dtype].copy_(made)
+        stayed.append(int(moves.give(buffers.sets[number % 2], inbox, made)))
     for rank in here:
         at, moves = ranks[rank].buffers.sets[number % 2], ranks[rank].moves
-        summed, unserved = moves.sum(at, routings[rank], present, dtype, None, step.absent >= 0 or step.deaf >= 0)
+        stays = dict(zip(here, stayed, strict=True))
+        all_stays = [stays.get(peer, 0) for peer in range(world)]
+        summed, unserved = moves.sum(at, routings[rank], present, all_stays, dtype, None)
         yield unserved
         yield bits(summed)
         yield moves.rows_received.tolist(), moves.rows_sent.tolist(), moves.tokens_per_expert()
@@ -173,6 +188,8 @@ def problems(draw: st.DrawFn) -> tuple[FleetParams, Placement, list[Step]]:
         if world > 2 and draw(st.booleans()):
             step.absent = draw(st.integers(-1, world - 1))
             step.deaf = draw(st.integers(1, world - 1))
+        if step.deaf < 0:  # who places rows relies on what all ranks heard
+            step.placed, step.stay = tuple(draw(st.sets(st.integers(0, world - 1)))), draw(st.booleans())
         steps.append(step)
     return params, placement, steps
 
@@ -183,17 +200,20 @@ def test_both_kinds_give_the_same_bits(problem: tuple[FleetParams, Placement, li
     same(*problem)
 
 
+@pytest.mark.parametrize("placed", [(), (0, 2), (0, 1, 2)], ids=["fetched", "mixed", "placed"])
 @pytest.mark.parametrize("stream_bytes", [0, 1 << 20], ids=["past_the_caches", "through_the_caches"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", list(EpLayout), ids=lambda layout: layout.name.lower())
-def test_wide_rows(monkeypatch: pytest.MonkeyPatch, layout: EpLayout, dtype: torch.dtype, stream_bytes: int) -> None:
+def test_wide_rows(
+    monkeypatch: pytest.MonkeyPatch, layout: EpLayout, dtype: torch.dtype, stream_bytes: int, placed: tuple[int, ...]
+) -> None:
     """Also sums that lie half way between two numbers of the row type, and those too large or too small for it."""
     monkeypatch.setattr(compiled, "STREAM_BYTES", stream_bytes)
     dice, hidden, topk = torch.Generator().manual_seed(1), 2080, 4
     params = params_of(layout, 6, 8, hidden, dtype_bytes=dtype.itemsize, max_topk=topk)
     steps = []
     for counts in ([8, 3, 0], [1, 8, 8]):
-        step = Step([], [], [], [None] * 3)
+        step = Step([], [], [], [None] * 3, placed=placed, stay=bool(placed))
         for count in counts:
             step.ids.append(torch.randint(-1, 6, (count, topk), generator=dice, dtype=torch.int32))
             step.weights.append(torch.randn(count, topk, generator=dice))
@@ -229,12 +249,12 @@ def test_what_peers_say_is_taken_within_bounds() -> None:
         rank.moves.store(rank.buffers.sets[0], step.tokens[0], None, routing)
     inbox = ranks[0].buffers.inbox(0, ())
     inbox.output(torch.float32, 1, None)
-    assert ranks[0].moves.arrive(ranks[0].buffers.sets[0], inbox, [2, 2**40], 3, 1) == 2
-    assert ranks[0].moves.arrive(ranks[0].buffers.sets[0], inbox, [2, -5], 3, 1) == 1
+    assert ranks[0].moves.arrive(ranks[0].buffers.sets[0], inbox, [2, 2**40], [0, 0], 3, 1) == 2
+    assert ranks[0].moves.arrive(ranks[0].buffers.sets[0], inbox, [2, -5], [0, 0], 3, 1) == 1
     for wrong in (-1, 4, 2**60):
         ranks[1].buffers.sets[0].offsets[:] = wrong
-        summed, _ = ranks[0].moves.sum(ranks[0].buffers.sets[0], routings[0], 0b10, torch.float32, None, False)
-        assert not summed.any()
+        summed, unserved = ranks[0].moves.sum(ranks[0].buffers.sets[0], routings[0], 0b10, [0, 0], torch.float32, None)
+        assert not summed.any() and unserved == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

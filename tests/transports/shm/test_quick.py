@@ -11,8 +11,9 @@ import pytest
 
 from moefleet import native
 from moefleet.native import FleetStruct
-from moefleet.substrate.control import Header, Operation, Word
+from moefleet.substrate.control import Header, Operation, Word, flag_word
 from moefleet.substrate.faults import FaultState
+from moefleet.substrate.futex import futex_wait
 from moefleet.substrate.waiting import Waiter
 from moefleet.transports.shm.layout import SegmentLayout
 from moefleet.transports.shm.quick import QuickFlags
@@ -49,17 +50,19 @@ def ranks(memory: memoryview) -> list[Rank]:
         faults = FaultState(rank, W)
         waiter = Waiter(words, base, blocks, rank, 0.05, 20.0, faults)
         struct = FleetStruct(base=base, stride=SEGMENT, rank=rank, world=W)
-        made.append(
-            Rank(QuickFlags(library, ctypes.addressof(struct), waiter, faults, GENERATION), waiter, faults, struct)
-        )
+        made.append(Rank(QuickFlags(library, struct, waiter, faults, GENERATION, early=True), waiter, faults, struct))
     return made
+
+
+def collected(rank: Rank, operation: Operation, step: int, taking: int) -> list[int] | None:
+    return list(rank.quick.tokens) if rank.quick.collect(operation, step, taking) else None
 
 
 def test_a_commit_is_what_python_writes(ranks: list[Rank], memory: memoryview) -> None:
     ranks[1].faults.epoch, ranks[1].faults.accused = 5, 0b100
-    ranks[1].quick.commit(COMBINE, 9, tokens=11, topk=3, dtype=2)
+    ranks[1].quick.commit(COMBINE, 9, tokens=11, topk=3, dtype=2, placed=True)
     at = SEGMENT + SegmentLayout.header(COMBINE, 9)
-    header = Header(GENERATION, 5, 9, COMBINE, 11, 3, 2, mask=0b011)
+    header = Header(GENERATION, 5, 9, COMBINE, 11, 3, 2, mask=0b011, placed=True)
     assert Header.read(memory, at) == header
     plain = bytearray(SEGMENT)
     header.write(memoryview(plain), 0)
@@ -69,27 +72,27 @@ def test_a_commit_is_what_python_writes(ranks: list[Rank], memory: memoryview) -
 
 def test_all_came(ranks: list[Rank]) -> None:
     for number, rank in enumerate(ranks):
-        rank.quick.commit(DISPATCH, 2, tokens=10 + number, topk=3, dtype=2)
-    assert list(ranks[1].quick.collect(DISPATCH, 2, 0b111) or ()) == [10, 11, 12]
-    assert list(ranks[1].quick.collect(DISPATCH, 2, 0b110) or ()) == [0, 11, 12]
+        rank.quick.commit(DISPATCH, 2, tokens=10 + number, topk=3, dtype=2, placed=False)
+    assert collected(ranks[1], DISPATCH, 2, 0b111) == [10, 11, 12]
+    assert collected(ranks[1], DISPATCH, 2, 0b110) == [0, 11, 12]
     assert ranks[1].waiter.waited_s.tolist() == [0.0] * W, "nobody was waited for"
 
 
 def test_who_is_late_is_waited_for_a_little(ranks: list[Rank]) -> None:
     for rank in ranks[:2]:
-        rank.quick.commit(DISPATCH, 1, tokens=1, topk=3, dtype=2)
-    ranks[0].quick.spin_s = 0.01
-    assert ranks[0].quick.collect(DISPATCH, 1, 0b111) is None
+        rank.quick.commit(DISPATCH, 1, tokens=1, topk=3, dtype=2, placed=False)
+    ranks[0].struct.spin_s = 0.01
+    assert collected(ranks[0], DISPATCH, 1, 0b111) is None
     assert ranks[0].waiter.waited_s[2] >= 0.01 and ranks[0].waiter.waited_s[1] == 0
-    ranks[0].quick.spin_s = 20.0
+    ranks[0].struct.spin_s = 20.0
 
     def come() -> None:
         time.sleep(0.05)
-        ranks[2].quick.commit(DISPATCH, 1, tokens=2, topk=3, dtype=2)
+        ranks[2].quick.commit(DISPATCH, 1, tokens=2, topk=3, dtype=2, placed=False)
 
     thread = threading.Thread(target=come)
     thread.start()
-    assert list(ranks[0].quick.collect(DISPATCH, 1, 0b111) or ()) == [1, 1, 2], "ctypes lets the other thread run"
+    assert collected(ranks[0], DISPATCH, 1, 0b111) == [1, 1, 2], "ctypes lets the other thread run"
     thread.join()
 
 
@@ -97,37 +100,65 @@ def test_who_is_late_is_waited_for_a_little(ranks: list[Rank]) -> None:
     "change", [{"topk": 4}, {"dtype": 3}, {"epoch": 1}, {"accused": 0b001}, {"generation": 8}], ids=str
 )
 def test_whoever_differs_is_left_to_python(ranks: list[Rank], change: dict[str, int]) -> None:
-    ranks[0].quick.commit(DISPATCH, 1, tokens=1, topk=3, dtype=2)
-    ranks[1].quick.commit(DISPATCH, 1, tokens=1, topk=3, dtype=2)
-    ranks[2].quick._generation = change.get("generation", GENERATION)
+    ranks[0].quick.commit(DISPATCH, 1, tokens=1, topk=3, dtype=2, placed=False)
+    ranks[1].quick.commit(DISPATCH, 1, tokens=1, topk=3, dtype=2, placed=False)
+    ranks[2].struct.generation = change.get("generation", GENERATION)
     ranks[2].faults.epoch, ranks[2].faults.accused = change.get("epoch", 0), change.get("accused", 0)
-    ranks[2].quick.commit(DISPATCH, 1, tokens=1, topk=change.get("topk", 3), dtype=change.get("dtype", 2))
-    assert ranks[0].quick.collect(DISPATCH, 1, 0b111) is None
-    assert list(ranks[0].quick.collect(DISPATCH, 1, 0b011) or ()) == [1, 1, 0]
+    ranks[2].quick.commit(DISPATCH, 1, tokens=1, topk=change.get("topk", 3), dtype=change.get("dtype", 2), placed=False)
+    assert collected(ranks[0], DISPATCH, 1, 0b111) is None
+    assert collected(ranks[0], DISPATCH, 1, 0b011) == [1, 1, 0]
 
 
 def test_a_step_that_somebody_gave_up_is_left_to_python(ranks: list[Rank]) -> None:
     for rank in ranks:
-        rank.quick.commit(DISPATCH, 3, tokens=1, topk=3, dtype=2)
+        rank.quick.commit(DISPATCH, 3, tokens=1, topk=3, dtype=2, placed=False)
     ranks[2].waiter.publish(Word.FAILED + 1, 4 * 3 + COMBINE)
-    assert list(ranks[0].quick.collect(DISPATCH, 3, 0b111) or ()) == [1, 1, 1], "dispatch went well"
+    assert collected(ranks[0], DISPATCH, 3, 0b111) == [1, 1, 1], "dispatch went well"
     for rank in ranks:
-        rank.quick.commit(COMBINE, 3, tokens=1, topk=0, dtype=2)
-    assert ranks[0].quick.collect(COMBINE, 3, 0b111) is None
-    assert list(ranks[0].quick.collect(COMBINE, 3, 0b011) or ()) == [1, 1, 0]
+        rank.quick.commit(COMBINE, 3, tokens=1, topk=0, dtype=2, placed=False)
+    assert collected(ranks[0], COMBINE, 3, 0b111) is None
+    assert collected(ranks[0], COMBINE, 3, 0b011) == [1, 1, 0]
 
 
-def test_the_last_wakes_sleepers(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
-    woken = []
-    for number, rank in enumerate(ranks):
-        monkeypatch.setattr(rank.waiter, "wake_sleepers", lambda number=number: woken.append(number))
-    for number in (0, 2, 1):
-        ranks[number].quick.commit(DISPATCH, 1, tokens=1, topk=1, dtype=1)
-    assert woken == [], "nobody sleeps"
-    ranks[2].waiter.publish(Word.WAITING_ON, 1 + 1)
-    for number in (0, 2, 1):
-        ranks[number].quick.commit(COMBINE, 1, tokens=1, topk=1, dtype=1)
-    assert woken == [1]
-    ranks[0].faults.accused = 0b100
-    ranks[0].quick.commit(DISPATCH, 2, tokens=1, topk=1, dtype=1)
-    assert woken == [1, 0], "who knows of a missing rank cannot count on the last one"
+def sleeper(rank: Rank) -> threading.Event:
+    """A rank that sleeps on a flag that nobody sets, so that only a wake-up ends its sleep."""
+    woken = threading.Event()
+    address = (rank.struct.base or 0) + SEGMENT + 8 * flag_word(Operation.CLOSED, 1)
+
+    def sleep() -> None:
+        futex_wait(address, 0, 20.0)
+        woken.set()
+
+    threading.Thread(target=sleep, daemon=True).start()
+    return woken
+
+
+def say_asleep(rank: Rank) -> None:
+    rank.waiter.publish(Word.WAITING_STEP, 1)
+    rank.waiter.publish(Word.WAITING_OPERATION, Operation.CLOSED)
+    rank.waiter.publish(Word.WAITING_ON, 1 + 1)
+
+
+@pytest.mark.parametrize("last", [DISPATCH, Operation.ROUTES], ids=["all_rows", "all_routing"])
+def test_the_last_wakes_sleepers(ranks: list[Rank], last: Operation) -> None:
+    """Fetched rows come with their routing: who brings them may be the last whom others need to place theirs."""
+    woken = sleeper(ranks[2])
+    for step in range(1, 1001):  # the thread may not sleep yet
+        ranks[2].quick.commit(last, step, tokens=1, topk=1, dtype=1, placed=False)
+        say_asleep(ranks[2])
+        ranks[0].quick.commit(last, step, tokens=1, topk=1, dtype=1, placed=False)
+        assert not woken.is_set(), "rank 1 is missing"
+        ranks[1].quick.commit(DISPATCH, step, tokens=1, topk=1, dtype=1, placed=False)
+        if woken.wait(0.02):
+            return
+    raise AssertionError("nobody woke it")
+
+
+def test_who_knows_of_a_missing_rank_does_not_count_on_the_last(ranks: list[Rank]) -> None:
+    woken, ranks[0].faults.accused = sleeper(ranks[2]), 0b100
+    for step in range(1, 1001):
+        say_asleep(ranks[2])
+        ranks[0].quick.commit(DISPATCH, step, tokens=1, topk=1, dtype=1, placed=False)
+        if woken.wait(0.02):
+            return
+    raise AssertionError("nobody woke it")

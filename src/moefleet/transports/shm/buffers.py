@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -37,7 +38,8 @@ class BufferSet:
         token_rows, combined_rows: ``[W]`` table row at which the rank's tokens and combined rows begin.
         scale_rows: ``[W]`` the same for its scales, in the table of scales.
         tokens, combined: this rank's own memory, ``[M, H]`` and ``[C, H]`` for each row type.
-        returned: ``combined`` in the shape of received rows, but in EXPERT_MAJOR, where it holds sums of them.
+        returned: memory of this rank's in the shape of received rows, for what experts make of them: ``combined``, but
+            in EXPERT_MAJOR, where that holds sums of them; ``None`` there unless rows are placed.
         scales: this rank's own memory, bytes ``[M, S]``.
     """
 
@@ -67,12 +69,14 @@ class Buffers(Generic[I]):
         sets: step ``s`` uses ``sets[s % 2]``.
         inboxes: private memory to receive into, the last used first. They are not tied to a set: a rank whose steps
             do not overlap uses one alone, which stays in its caches.
+        landings: the same for each set in memory that peers place rows in; empty where they do not.
     """
 
     tables: dict[torch.dtype, torch.Tensor]
     scale_table: torch.Tensor | None
     sets: tuple[BufferSet, ...]
     inboxes: list[tuple[int, I]]
+    landings: tuple[I, ...]
 
     def inbox(self, step: int, open_steps: Container[int]) -> I:
         """The inbox that step ``step`` receives into: the last used of those that no open step needs."""
@@ -91,7 +95,7 @@ class Buffers(Generic[I]):
         layout: SegmentLayout,
         params: FleetParams,
         num_local: int,
-        inbox: Callable[[FleetParams, int, int], I],
+        inbox: Callable[..., I],
     ) -> Buffers[I]:
         """Views over the group's segments, and memory to receive into of the kind ``inbox``."""
         world, most = group.world_size, params.max_tokens_per_rank
@@ -109,6 +113,15 @@ class Buffers(Generic[I]):
             first = int(firsts[group.rank])
             return table[first : first + count]
 
+        shape = *params.received_shape(world, num_local), params.token_hidden_size
+        area_bytes = math.prod(shape) * params.dtype_bytes
+
+        def area(offset: int) -> torch.Tensor:
+            at = group.rank * group.range.stride + offset
+            if not area_bytes:
+                return torch.empty(0, dtype=torch.uint8)
+            return torch.frombuffer(group.range.buffer, dtype=torch.uint8, count=area_bytes, offset=at)
+
         sets = []
         for s in range(SETS):
             token_rows = first_rows(layout.tokens[s], layout.row_bytes)
@@ -124,8 +137,9 @@ class Buffers(Generic[I]):
             combined = {t: own(table, combined_rows, params.recv_capacity(world)) for t, table in tables.items()}
             returned = None
             if params.layout is not EpLayout.EXPERT_MAJOR:
-                shape = *params.received_shape(world, num_local), params.token_hidden_size
                 returned = {t: rows.view(shape) for t, rows in combined.items()}
+            elif layout.made:
+                returned = {t: area(layout.made[s]).view(t).view(shape) for t in tables}
             sets.append(
                 BufferSet(
                     parity=s,
@@ -145,4 +159,5 @@ class Buffers(Generic[I]):
                 )
             )
         inboxes = [(0, inbox(params, world, num_local)) for _ in range(SETS)]
-        return cls(tables, scale_table, tuple(sets), inboxes)
+        landings = tuple(inbox(params, world, num_local, rows=area(offset)) for offset in layout.landing)
+        return cls(tables, scale_table, tuple(sets), inboxes, landings)

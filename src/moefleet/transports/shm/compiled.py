@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from ...config import EpLayout, FleetParams
-from ...native import FleetStruct, InboxStruct
+from ...native import FleetStruct, InboxStruct, SentStruct
 from ...placement import Placement
 from ...substrate.control import MAX_RANKS
 from ...substrate.inbox import Inbox
@@ -20,7 +20,7 @@ from ...substrate.routes import Ints
 from ...tensors import DispatchOutput
 from .buffers import BufferSet
 from .layout import SegmentLayout
-from .moves import Moves, Routing
+from .moves import Moves, Ranks, Routing
 from .quick import Tokens
 
 _LAYOUTS = {EpLayout.EXPERT_MAJOR: 0, EpLayout.RANK_MAJOR: 1, EpLayout.FLAT: 2}
@@ -29,15 +29,16 @@ _LAYOUTS = {EpLayout.EXPERT_MAJOR: 0, EpLayout.RANK_MAJOR: 1, EpLayout.FLAT: 2}
 class NativeInbox(Inbox):
     """Memory to receive into, and what :meth:`NativeMoves.arrive` finds out about the rows, as C sees it."""
 
-    def __init__(self, params: FleetParams, world_size: int, num_local: int) -> None:
-        super().__init__(params, world_size, num_local)
-        rows = params.max_tokens_per_rank * world_size
-        entries = rows * min(params.max_topk, num_local) if self._layout is EpLayout.EXPERT_MAJOR else 0
+    def __init__(self, params: FleetParams, world_size: int, num_local: int, rows: torch.Tensor | None = None) -> None:
+        super().__init__(params, world_size, num_local, rows=rows)
+        most = params.max_tokens_per_rank * world_size
+        entries = most * min(params.max_topk, num_local) if self._layout is EpLayout.EXPERT_MAJOR else 0
         self._arrays: dict[str, npt.NDArray[Any]] = {  # pages are touched only where rows arrive
             "shown": np.zeros(world_size, np.int64),
+            "placed": np.zeros(world_size, np.int64),
             "bounds": np.zeros(world_size + 1, np.int64),
-            "token": np.empty(rows, np.int32),
-            "bag": np.empty(rows + 1 if entries else 1, np.int64),
+            "token": np.empty(most, np.int32),
+            "bag": np.empty(most + 1 if entries else 1, np.int64),
             "position": np.empty(entries, np.int64),
             "weight": np.empty(entries, np.float32),
             "expert_rows": np.zeros(num_local, np.int64),
@@ -71,7 +72,7 @@ class NativeMoves(Moves[NativeInbox]):
         segments, layout: where they are, and what is where in one.
 
     Attributes:
-        address: of what the helper knows of this Fleet.
+        struct, address: what the helper knows of this Fleet.
     """
 
     in_c = True
@@ -90,9 +91,12 @@ class NativeMoves(Moves[NativeInbox]):
         world, num_local = self._world, placement.num_local(rank)
         self._segments, self._hidden = segments, params.token_hidden_size
         self._expert_rows = np.zeros(num_local, np.int64)
+        slot, stamp = self._slots(placement), np.empty(params.num_experts, np.int64)
+        next_ = np.empty(max(params.num_experts, world), np.int64)
+        self._kept: list[npt.NDArray[Any]] = [slot, next_, stamp]
         self._tokens_type = ctypes.c_int64 * world
         self._all_present = _as_bits(self._everybody)
-        self._struct = FleetStruct(
+        self.struct = FleetStruct(
             base=segments.address,
             stride=segments.stride,
             rank=rank,
@@ -113,6 +117,12 @@ class NativeMoves(Moves[NativeInbox]):
             scales=layout.scales,
             tokens=layout.tokens,
             combined=layout.combined,
+            made=layout.made or (0, 0),
+            landing=layout.landing or (0, 0),
+            sent=tuple(self._notes(params) for _ in layout.made),
+            slot=slot.ctypes.data,
+            next=next_.ctypes.data,
+            stamp=stamp.ctypes.data,
             local=self.local.ctypes.data,
             owner=owners.ctypes.data,
             rows_received=self.rows_received.ctypes.data,
@@ -121,9 +131,9 @@ class NativeMoves(Moves[NativeInbox]):
             stream_bytes=STREAM_BYTES,
             ties_away=ties_go_away(),
         )
-        self.address = ctypes.addressof(self._struct)
-        self._store, self._arrive, self._gather = (
-            library.moefleet_store, library.moefleet_arrive, library.moefleet_gather,
+        self.address = ctypes.addressof(self.struct)
+        self._store, self._push, self._arrive, self._gather = (
+            library.moefleet_store, library.moefleet_push, library.moefleet_arrive, library.moefleet_gather,
         )  # fmt: skip
         self._read, self._experts = library.moefleet_read, params.num_experts
         self._give, self._sum = library.moefleet_give, library.moefleet_sum
@@ -133,7 +143,7 @@ class NativeMoves(Moves[NativeInbox]):
 
     def set_owners(self, owners: Ints) -> None:
         super().set_owners(owners)
-        self._struct.owner = owners.ctypes.data
+        self.struct.owner = owners.ctypes.data
 
     def read(self, routing: Routing, ids: torch.Tensor, weights: torch.Tensor) -> bool:
         if not self._read(
@@ -144,49 +154,97 @@ class NativeMoves(Moves[NativeInbox]):
         routing.back = None
         return True
 
-    def store(self, at: BufferSet, tokens: torch.Tensor, scales: torch.Tensor | None, routing: Routing) -> None:
-        scale_at, scale_pitch = None, 0
-        tokens, pitch = self._pitched(tokens)
-        if scales is not None:
-            scales = dense(scales)
-            scale_at, scale_pitch = scales.data_ptr(), scales.stride(0) * scales.itemsize
+    def store(self, at: BufferSet, tokens: torch.Tensor | None, scales: torch.Tensor | None, routing: Routing) -> None:
+        tokens_at, pitch = None, 0
+        if tokens is not None:
+            tokens, pitch = self.pitched(tokens)
+            tokens_at = tokens.data_ptr()
+        scales, scale_at, scale_pitch = self.pitched_scales(scales)
         count, topk = routing.ids.shape
         self._store(
-            self.address, at.parity, count, tokens.data_ptr(), pitch, scale_at, scale_pitch,
+            self.address, at.parity, count, tokens_at, pitch, scale_at, scale_pitch,
             routing.ids_at, routing.weights_at, topk,
         )  # fmt: skip
 
-    def arrive(self, at: BufferSet, inbox: NativeInbox, tokens: list[int] | Tokens, present: int, topk: int) -> int:
-        if isinstance(tokens, list):
-            tokens = self._tokens_type(*tokens)
-        return self._arrive(self.address, inbox.address, at.parity, tokens, topk)
+    def push(self, at: BufferSet, tokens: torch.Tensor, routing: Routing, all_tokens: Ranks, present: int) -> None:
+        tokens, pitch = self.pitched(tokens)
+        count, topk = routing.ids.shape
+        self._push(
+            self.address, at.parity, self._in_c(all_tokens), self._bits(present), count, tokens.data_ptr(), pitch,
+            routing.ids_at, routing.weights_at, topk,
+        )  # fmt: skip
+
+    def arrive(self, at: BufferSet, inbox: NativeInbox, tokens: Ranks, placed: Ranks, present: int, topk: int) -> int:
+        return self._arrive(self.address, inbox.address, at.parity, self._in_c(tokens), self._in_c(placed), topk)
 
     def gather(self, at: BufferSet, inbox: NativeInbox, dtype: torch.dtype) -> None:
         self._gather(self.address, inbox.address, at.parity)
 
-    def give(self, at: BufferSet, inbox: NativeInbox, rows: torch.Tensor) -> None:
-        rows, pitch = self._pitched(rows)
-        self._give(self.address, inbox.address, at.parity, TYPE_CODES[rows.dtype], rows.data_ptr(), pitch)
+    def give(self, at: BufferSet, inbox: NativeInbox, rows: torch.Tensor) -> bool:
+        rows, pitch = self.pitched(rows)
+        code = TYPE_CODES[rows.dtype]
+        return self._give(self.address, inbox.address, at.parity, code, rows.data_ptr(), pitch) > 0
 
     def sum(
         self,
         at: BufferSet,
         routing: Routing,
         present: int,
+        placed: Ranks,
         dtype: torch.dtype,
         out: torch.Tensor | None,
-        checked: bool,
-    ) -> tuple[torch.Tensor, bool]:
+    ) -> tuple[torch.Tensor, int | None]:
         count, topk = routing.ids.shape
-        if out is None or not out.is_contiguous() or out.is_neg():
-            out = at.tokens[dtype].new_empty(count, self._hidden)
-        bits = self._all_present if present == self._everybody else _as_bits(present)
+        out = self.room(dtype, count, out)
         unserved = self._sum(
-            self.address, at.parity, TYPE_CODES[dtype], routing.ids_at, count, topk, bits, checked, out.data_ptr()
-        )
-        return out, unserved > 0
+            self.address, at.parity, TYPE_CODES[dtype], routing.ids_at, count, topk, self._bits(present),
+            self._in_c(placed), out.data_ptr(),
+        )  # fmt: skip
+        return out, unserved - 1 if unserved else None
 
-    def _pitched(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def room(self, dtype: torch.dtype, count: int, out: torch.Tensor | None) -> torch.Tensor:
+        """``[count, H]`` to write sums to: ``out``, if C can write it."""
+        if out is None or not out.is_contiguous() or out.is_neg():
+            return torch.empty(count, self._hidden, dtype=dtype)
+        return out
+
+    def _in_c(self, ranks: Ranks) -> Tokens:
+        """Numbers of ranks where C can read them."""
+        return ranks if isinstance(ranks, self._tokens_type) else self._tokens_type(*ranks)
+
+    def _bits(self, ranks: int) -> bytes:
+        return self._all_present if ranks == self._everybody else _as_bits(ranks)
+
+    def _slots(self, placement: Placement) -> Ints:
+        """``[E+1]`` local index of each expert at the rank that holds it; the last entry is for id -1."""
+        slots = np.full(len(self.owners), -1)
+        for rank in range(self._world):
+            local = placement.local_table(rank).numpy()
+            slots[:-1][local >= 0] = local[local >= 0]
+        return slots
+
+    def _notes(self, params: FleetParams) -> SentStruct:
+        """Room for what is noted of the rows of one set; pages are touched only where rows are sent."""
+        most = params.max_tokens_per_rank
+        slots = most * params.max_topk
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "bag": np.empty(most + 1, np.int64),
+            "rank": np.empty(slots, np.int64),
+            "place": np.empty(slots, np.int64),
+            "weight": np.empty(slots, np.float32),
+        }
+        self._kept.extend(arrays.values())
+        return SentStruct(**{name: array.ctypes.data for name, array in arrays.items()})
+
+    @staticmethod
+    def pitched_scales(scales: torch.Tensor | None) -> tuple[torch.Tensor | None, int | None, int]:
+        """Scales whose bytes lie side by side, where they are, and how many bytes lie from one token's to the next."""
+        if scales is None:
+            return None, None, 0
+        scales = dense(scales)
+        return scales, scales.data_ptr(), scales.stride(0) * scales.itemsize
+
+    def pitched(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Rows ``[..., H]`` whose elements lie side by side, and how many bytes lie from one to the next."""
         if rows.is_contiguous() and not rows.is_neg():
             return rows, self._hidden * rows.itemsize

@@ -27,6 +27,9 @@ from .topology import Topology
 
 FEATURES = frozenset({"halves", "combine_buffer", "fault_tolerance"})
 
+PLACE_BYTES = 1 << 18
+"""What :attr:`ShmConfig.place_bytes` is by default."""
+
 LIMITS = Limits(
     device_types=frozenset({"cpu"}),
     layouts=frozenset(EpLayout),
@@ -40,7 +43,9 @@ class ShmFleet(FaultTolerantFleet):
     """Ranks of one host over shared memory. See the package docstring for how rows move.
 
     Memory per rank: ``2 * (M * H + C * H) * dtype_bytes`` shared (C = ``M*W``, or max_recv_tokens_per_rank), all of it
-    taken at construction, and the two received buffers, private, of which only rows that arrive are ever touched.
+    taken at construction, and the two received buffers. In RANK_MAJOR and FLAT these are shared too, another
+    ``2 * C * H * dtype_bytes`` taken at construction; of ``[L, M*W, H]`` in EXPERT_MAJOR, and as much for what experts
+    make of it, only rows that arrive are ever touched. Without the compiled helper received buffers are private.
 
     :meth:`stats` also has ``native``: whether the compiled helper does the work.
     """
@@ -57,12 +62,13 @@ class ShmFleet(FaultTolerantFleet):
         super().__init__(spec)
         self.device = torch.device("cpu")
         self.row_dtypes = DTYPES[self.params.dtype_bytes]
+        self._config = spec.config if isinstance(spec.config, ShmConfig) else ShmConfig()
+        self.place_bytes = PLACE_BYTES if self._config.place_bytes is None else self._config.place_bytes
         self._enter(self._build(spec.meeting, self.placement))
 
     def _build(self, meeting: Meeting, placement: Placement) -> Topology:
-        config = self.spec.config if isinstance(self.spec.config, ShmConfig) else ShmConfig()
         params = replace(self.params, scale_bytes_per_token=self.row_format.scale_bytes)
-        return Topology.build(meeting, params, placement, config, self.tolerance)
+        return Topology.build(meeting, params, placement, self._config, self.tolerance)
 
     def _enter(self, topology: Topology) -> None:
         """From now on steps run over this topology."""
@@ -72,6 +78,8 @@ class ShmFleet(FaultTolerantFleet):
         self.buffers, self.moves = topology.buffers, topology.moves
         self.agreement = topology.agreement
         self.owner_table = topology.owner_table
+        self.placing, self.whole = topology.places, topology.whole
+        self.places_alone = self.params.layout is EpLayout.RANK_MAJOR
         self.failed_steps = self.tokens_sent = 0
 
     def _retopologise(self, meeting: Meeting, placement: Placement) -> None:
@@ -99,6 +107,8 @@ class ShmFleet(FaultTolerantFleet):
 
     def _mask_changed(self) -> None:
         self.moves.set_owners(self.topology.live_owner_table())
+        # A rank that is masked may be alive, and in the middle of placing rows.
+        self.placing = self.topology.places and self.faults.mask == self.faults.everybody
 
     def _last_step(self) -> int:
         return self.steps.last

@@ -1,14 +1,15 @@
-"""One step over shared memory: store, commit, gather; store, commit, sum."""
+"""One step over shared memory: bring tokens, commit, find what came; give rows, commit, sum."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
+from ...errors import MoEEpPeerError
 from ...fleet.halves import HalvesHandle, OpenStep, Phase
 from ...knobs import HandleAlgoKnob, HandleAlgoKnobTopKWeights
 from ...substrate.control import SETS, Operation
@@ -17,7 +18,9 @@ from ...substrate.rowtypes import row_code
 from ...tensors import HandleParams, is_plain
 from . import low_precision
 from .buffers import BufferSet
-from .moves import Routing
+from .compiled import NativeInbox
+from .moves import Ranks, Routing
+from .whole import Reached
 
 if TYPE_CHECKING:
     from .fleet import ShmFleet  # noqa: F401 - named in a string below
@@ -25,13 +28,23 @@ if TYPE_CHECKING:
 _IDS, _WEIGHTS = (torch.int32, torch.int64), (torch.float32,)
 
 
+class Parcel(NamedTuple):
+    """Tokens ``[T, H]`` and scales that a rank brings, the code of their types, and whether it places them."""
+
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    dtype: int
+    placed: bool
+
+
 @dataclass(kw_only=True)
 class ShmStep(OpenStep):
-    """``at``, ``inbox``: the memory that it uses; ``arrived``: rows; ``present``: the ranks that took part in dispatch,
-    as bits."""
+    """``at``, ``inbox``: the memory that it uses; ``placing``: whether peers reach the inbox; ``arrived``: rows;
+    ``present``: the ranks that took part in dispatch, as bits."""
 
     at: BufferSet
     inbox: Inbox
+    placing: bool
     arrived: int = 0
     present: int = 0
 
@@ -61,7 +74,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         self._expect(Phase.RECEIVED, "combine_buffer")
         open_ = self._opened()
         if open_.at.returned is None:
-            return None  # EXPERT_MAJOR: combine sums the rows where they lie
+            return None  # EXPERT_MAJOR, nothing is placed: combine sums the rows where they lie
         self._fleet.steps.write_combined(open_.step)
         return open_.at.returned[open_.dtype]
 
@@ -76,48 +89,111 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         return self._routing
 
     def _open_step(self, step: int, dtype: torch.dtype, scale_dtype: torch.dtype | None) -> ShmStep:
-        buffers = self._fleet.buffers
-        inbox = buffers.inbox(step, self._fleet.steps.open)
+        buffers, placing = self._fleet.buffers, self._fleet.placing
+        inbox = buffers.landings[step % SETS] if placing else buffers.inbox(step, self._fleet.steps.open)
         if self._fleet.row_format.quantised:
             scale_dtype = torch.float32
             output = low_precision.shown(inbox.output(dtype, self._shape[1], scale_dtype))
         else:
             output = inbox.output(dtype, self._shape[1], scale_dtype)
-        return ShmStep(step, dtype, scale_dtype, output, at=buffers.sets[step % SETS], inbox=inbox)
+        return ShmStep(step, dtype, scale_dtype, output, at=buffers.sets[step % SETS], inbox=inbox, placing=placing)
+
+    def _exchange_tokens(self, open_: ShmStep, tokens: torch.Tensor, scales: torch.Tensor | None) -> None:
+        parcel, whole = self._pack(open_, tokens, scales, wait=True), self._fleet.whole
+        if whole is None:
+            self._send(open_, parcel)
+            return self._receive_tokens(open_)
+        assert isinstance(open_.inbox, NativeInbox)
+        reached = whole.dispatch(open_.step, open_.inbox, self._routed(), *parcel)
+        if reached is Reached.ROUTES:
+            self._place(open_, parcel)
+        if reached <= Reached.COMMITTED:
+            return self._receive_tokens(open_)
+        open_.present = self._fleet.faults.trusted
+        open_.arrived = open_.inbox.struct.total
+        self._check_room(open_.arrived)
+        self._fleet.steps.overtaken(Operation.DISPATCH, open_.step)
 
     def _send_tokens(self, open_: ShmStep, tokens: torch.Tensor, scales: torch.Tensor | None) -> None:
-        fleet, (count, topk) = self._fleet, self._shape
+        self._send(open_, self._pack(open_, tokens, scales, wait=False))
+
+    def _pack(self, open_: ShmStep, tokens: torch.Tensor, scales: torch.Tensor | None, *, wait: bool) -> Parcel:
+        """What this rank brings; ``wait``: whether it may wait for the peers' routing first."""
+        fleet = self._fleet
+        fleet.tokens_sent += len(tokens)
         if fleet.row_format.quantised:
             tokens, scales = low_precision.packed(tokens)
-        fleet.moves.store(open_.at, tokens, scales, self._routed())
-        code = row_code(tokens.dtype, open_.scale_dtype)
-        fleet.steps.commit(Operation.DISPATCH, open_.step, tokens=count, topk=topk, dtype=code)
-        fleet.tokens_sent += count
+        placed = open_.placing and (fleet.places_alone or (wait and tokens.nbytes >= fleet.place_bytes))
+        return Parcel(tokens, scales, row_code(tokens.dtype, open_.scale_dtype), placed)
+
+    def _send(self, open_: ShmStep, parcel: Parcel) -> None:
+        fleet = self._fleet
+        fleet.moves.store(open_.at, None if parcel.placed else parcel.tokens, parcel.scales, self._routed())
+        if not parcel.placed:
+            return self._commit_tokens(Operation.DISPATCH, open_, parcel)
+        if not fleet.places_alone:
+            self._commit_tokens(Operation.ROUTES, open_, parcel)
+        self._place(open_, parcel)
+
+    def _place(self, open_: ShmStep, parcel: Parcel) -> None:
+        """Place the rows: in RANK_MAJOR at once, elsewhere where they go follows from what all ranks bring."""
+        fleet, present = self._fleet, self._fleet.faults.trusted
+        everyones: Ranks = ()
+        if not fleet.places_alone:
+            everyones, _, present = fleet.steps.collect(Operation.ROUTES, open_.step)
+        fleet.moves.push(open_.at, parcel.tokens, self._routed(), everyones, present)
+        self._commit_tokens(Operation.DISPATCH, open_, parcel)
+
+    def _commit_tokens(self, operation: Operation, open_: ShmStep, parcel: Parcel) -> None:
+        count, topk = self._shape
+        self._fleet.steps.commit(
+            operation, open_.step, tokens=count, topk=topk, dtype=parcel.dtype, placed=parcel.placed
+        )
 
     def _receive_tokens(self, open_: ShmStep) -> None:
         fleet = self._fleet
-        tokens, open_.present = fleet.steps.collect(Operation.DISPATCH, open_.step)
-        open_.arrived = fleet.moves.arrive(open_.at, open_.inbox, tokens, open_.present, self._shape[1])
+        tokens, placed, open_.present = fleet.steps.collect(Operation.DISPATCH, open_.step)
+        open_.arrived = fleet.moves.arrive(open_.at, open_.inbox, tokens, placed, open_.present, self._shape[1])
         self._check_room(open_.arrived)
         fleet.moves.gather(open_.at, open_.inbox, open_.dtype)
         fleet.steps.overtaken(Operation.DISPATCH, open_.step)
 
+    def _exchange_rows(self, open_: ShmStep, rows: torch.Tensor) -> torch.Tensor:
+        fleet = self._fleet
+        if fleet.whole is None:
+            self._send_rows(open_, rows)
+            return self._receive_rows(open_)
+        assert isinstance(open_.inbox, NativeInbox)
+        taking, code = open_.present & fleet.faults.trusted, row_code(rows.dtype, None)
+        done = fleet.whole.combine(open_.step, open_.inbox, self._routed(), rows, code, taking, open_.result)
+        return self._receive_rows(open_) if done is None else self._received_rows(open_, *done, taking)
+
     def _send_rows(self, open_: ShmStep, rows: torch.Tensor) -> None:
         fleet = self._fleet
         fleet.steps.write_combined(open_.step)
-        fleet.moves.give(open_.at, open_.inbox, rows)
+        stay = fleet.moves.give(open_.at, open_.inbox, rows)
         code = row_code(rows.dtype, None)
-        fleet.steps.commit(Operation.COMBINE, open_.step, tokens=open_.arrived, topk=0, dtype=code)
+        fleet.steps.commit(Operation.COMBINE, open_.step, tokens=open_.arrived, topk=0, dtype=code, placed=stay)
 
     def _receive_rows(self, open_: ShmStep) -> torch.Tensor:
         fleet = self._fleet
-        _, present = fleet.steps.collect(Operation.COMBINE, open_.step, open_.present)
-        checked = fleet.faults.tolerant
-        summed, unserved = fleet.moves.sum(open_.at, self._routed(), present, open_.dtype, open_.result, checked)
-        if unserved:
-            fleet.faults.behind = True
+        _, stayed, present = fleet.steps.collect(Operation.COMBINE, open_.step, open_.present)
+        summed, unserved = fleet.moves.sum(open_.at, self._routed(), present, stayed, open_.dtype, open_.result)
+        return self._received_rows(open_, summed, unserved, present)
+
+    def _received_rows(self, open_: ShmStep, summed: torch.Tensor, unserved: int | None, present: int) -> torch.Tensor:
+        fleet = self._fleet
+        if unserved is not None:
+            self._unserved(unserved, open_.step)
         fleet.steps.overtaken(Operation.COMBINE, open_.step)
         return self._rescaled(summed, present) if fleet.renormalize else summed
+
+    def _unserved(self, peer: int, step: int) -> None:
+        """A peer served other tokens than this rank's: with fault tolerance it may have taken it for missing."""
+        if not self._fleet.faults.tolerant:
+            reason = "it served other tokens than this rank brought"
+            raise MoEEpPeerError(f"rank {peer} in combine of step {step}: {reason}", rank=peer, reason=reason)
+        self._fleet.faults.behind = True
 
     def _rescaled(self, summed: torch.Tensor, present: int) -> torch.Tensor:
         """Rows that lost some of their experts, times (sum of all weights) / (sum of the live ones)."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import mmap
 from dataclasses import dataclass
 
-from ...config import FleetParams
+from ...config import EpLayout, FleetParams
 from ...substrate.control import BLOCK_BYTES, HEADER_BYTES, SETS, Operation
 
 _PHASES = (Operation.DISPATCH, Operation.COMBINE)
@@ -20,13 +21,22 @@ class SegmentLayout:
     among the combined ones, and how many), scales ``[M, S]`` bytes, token rows ``[M, H]``, combined rows ``[C, H]``.
     ``C`` is ``M*W``, or max_recv_tokens_per_rank.
 
+    Where rows are placed, two areas in the shape of received rows follow for each set, on pages of their own: experts'
+    rows (EXPERT_MAJOR only; elsewhere the combined rows serve) and received rows. The latter alone are written by
+    peers. In EXPERT_MAJOR these are large and mostly empty, and their pages are taken as rows come.
+
     Attributes:
         size: bytes of the whole.
+        allocated: bytes from the front that are taken at construction.
+        open_from: where what peers write begins.
         row_bytes, scale_bytes: of one token.
         ids, weights, offsets, scales, tokens, combined: offset for each set.
+        made, landing: of experts' and of received rows; empty where rows are not placed.
     """
 
     size: int
+    allocated: int
+    open_from: int
     row_bytes: int
     scale_bytes: int
     ids: tuple[int, ...]
@@ -35,9 +45,12 @@ class SegmentLayout:
     scales: tuple[int, ...]
     tokens: tuple[int, ...]
     combined: tuple[int, ...]
+    made: tuple[int, ...] = ()
+    landing: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, params: FleetParams, world_size: int) -> SegmentLayout:
+    def of(cls, params: FleetParams, world_size: int, most_local: int | None = None) -> SegmentLayout:
+        """The layout, for ranks of at most ``most_local`` experts; ``None``: no rows are placed."""
         most, row = params.max_tokens_per_rank, params.token_hidden_size * params.dtype_bytes
         slots = most * params.max_topk * 4
         combined = params.recv_capacity(world_size)
@@ -55,7 +68,19 @@ class SegmentLayout:
                 at = -(-at // unit) * unit
                 places[name].append(at)
                 at += size
-        return cls(at, row, params.scale_bytes_per_token, **{name: tuple(where) for name, where in places.items()})
+        allocated = open_from = at
+        if most_local is not None:
+            expert_major = params.layout is EpLayout.EXPERT_MAJOR
+            area = _pages(math.prod(params.received_shape(world_size, most_local)) * row)
+            at = _pages(at)
+            for name in ("made", "landing") if expert_major else ("landing",):
+                open_from = at
+                places[name] = [at + s * area for s in range(SETS)]
+                at += SETS * area
+            if not expert_major:
+                allocated = at
+        offsets = {name: tuple(where) for name, where in places.items()}
+        return cls(at, allocated, open_from, row, params.scale_bytes_per_token, **offsets)
 
     @property
     def align(self) -> int:
@@ -75,3 +100,7 @@ class SegmentLayout:
         it committed for the steps before, which went well.
         """
         return BLOCK_BYTES + (len(_PHASES) * SETS + step % SETS) * HEADER_BYTES
+
+
+def _pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,9 +1,10 @@
-"""What a step does with routing and rows: five movements, behind one interface, in C or in numpy and torch."""
+"""What a step does with routing and rows: the movements, behind one interface, in C or in numpy and torch."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Generic
+from collections.abc import Sequence
+from typing import ClassVar, Generic, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,9 @@ from ...placement import Placement
 from ...substrate.routes import Homecoming, Ints
 from .buffers import BufferSet, I
 from .quick import Tokens
+
+Ranks: TypeAlias = "Sequence[int] | Tokens"
+"""``[W]`` numbers, one for each rank."""
 
 
 class Routing:
@@ -78,15 +82,28 @@ class Moves(ABC, Generic[I]):
         return False
 
     @abstractmethod
-    def store(self, at: BufferSet, tokens: torch.Tensor, scales: torch.Tensor | None, routing: Routing) -> None:
-        """Put this rank's tokens ``[T, H]``, scales ``[T, any]`` and routing where all can read them."""
+    def store(self, at: BufferSet, tokens: torch.Tensor | None, scales: torch.Tensor | None, routing: Routing) -> None:
+        """Put this rank's tokens ``[T, H]``, scales ``[T, any]`` and routing where all can read them.
+
+        Tokens that :meth:`push` places are left out.
+        """
+
+    def push(self, at: BufferSet, tokens: torch.Tensor, routing: Routing, all_tokens: Ranks, present: int) -> None:
+        """Place tokens ``[T, H]`` where their receivers hand them out. All ranks of such a Fleet have the helper.
+
+        Args:
+            all_tokens: ``[W]`` of each rank, 0 for who is absent; not looked at in RANK_MAJOR.
+            present: the ranks that are brought rows, as bits.
+        """
+        raise NotImplementedError("rows are placed only where all ranks have the compiled helper")
 
     @abstractmethod
-    def arrive(self, at: BufferSet, inbox: I, tokens: list[int] | Tokens, present: int, topk: int) -> int:
+    def arrive(self, at: BufferSet, inbox: I, tokens: Ranks, placed: Ranks, present: int, topk: int) -> int:
         """Find the rows that are for this rank, and say how many they are.
 
         Args:
             tokens: ``[W]`` of each rank, 0 for who is absent.
+            placed: ``[W]`` whether a rank places its rows in the inbox itself.
             present: who takes part, as bits.
         """
 
@@ -95,9 +112,12 @@ class Moves(ABC, Generic[I]):
         """Bring the rows that :meth:`arrive` found, which must fit, and count them."""
 
     @abstractmethod
-    def give(self, at: BufferSet, inbox: I, rows: torch.Tensor) -> None:
+    def give(self, at: BufferSet, inbox: I, rows: torch.Tensor) -> bool:
         """Put the experts' rows, of ``expert_tensors``' shape, where their tokens' ranks find them: in EXPERT_MAJOR
-        the weighted sum of each token's, elsewhere the rows themselves."""
+        the weighted sum of each token's, elsewhere the rows themselves.
+
+        Returns:
+            Whether, in EXPERT_MAJOR, the rows stayed in ``at.returned`` for ranks that placed their tokens."""
 
     @abstractmethod
     def sum(
@@ -105,17 +125,18 @@ class Moves(ABC, Generic[I]):
         at: BufferSet,
         routing: Routing,
         present: int,
+        placed: Ranks,
         dtype: torch.dtype,
         out: torch.Tensor | None,
-        checked: bool,
-    ) -> tuple[torch.Tensor, bool]:
+    ) -> tuple[torch.Tensor, int | None]:
         """Sum what all ranks made of this rank's tokens.
 
         Args:
             present: who took part, as bits.
+            placed: ``[W]`` whether a rank's rows stayed where it made them.
             out: ``[T, H]`` that may be written; the result may lie elsewhere all the same.
-            checked: leave out also ranks that served other tokens than ours, that is, took this rank for missing.
 
         Returns:
-            ``[T, H]``, and whether there were such ranks.
+            ``[T, H]``, and the first of the ranks that are left out because they served other tokens than ours, that
+            is, took this rank for missing; ``None`` where there is none.
         """

@@ -12,8 +12,7 @@ from ...substrate.inbox import Inbox
 from ...substrate.routes import Arrivals, ExpertBlocks, Homecoming, Ints, arrivals_among, count_to, homecoming
 from ...substrate.tally import ExpertTally
 from .buffers import Buffers, BufferSet
-from .moves import Moves, Routing
-from .quick import Tokens
+from .moves import Moves, Ranks, Routing
 
 
 class PortableInbox(Inbox):
@@ -42,7 +41,8 @@ class PortableMoves(Moves[PortableInbox]):
     def tokens_per_expert(self) -> list[int]:
         return self._tally.tolist()
 
-    def store(self, at: BufferSet, tokens: torch.Tensor, scales: torch.Tensor | None, routing: Routing) -> None:
+    def store(self, at: BufferSet, tokens: torch.Tensor | None, scales: torch.Tensor | None, routing: Routing) -> None:
+        assert tokens is not None, "nothing is placed without the helper"
         count, slots, used = len(tokens), routing.ids.size, self._used[at.parity]
         at.tokens[tokens.dtype][:count] = tokens
         if scales is not None and at.scales is not None:
@@ -52,7 +52,7 @@ class PortableMoves(Moves[PortableInbox]):
             at.ids[slots:used] = -1
         self._used[at.parity] = slots
 
-    def arrive(self, at: BufferSet, inbox: PortableInbox, tokens: list[int] | Tokens, present: int, topk: int) -> int:
+    def arrive(self, at: BufferSet, inbox: PortableInbox, tokens: Ranks, placed: Ranks, present: int, topk: int) -> int:
         most = max(tokens)
         ids = at.all_ids[:, : most * topk].reshape(-1, topk)
         if present != self._everybody:
@@ -72,7 +72,7 @@ class PortableMoves(Moves[PortableInbox]):
         self.rows_received += got.counts
         self._tally.add(got, inbox.blocks)
 
-    def give(self, at: BufferSet, inbox: PortableInbox, rows: torch.Tensor) -> None:
+    def give(self, at: BufferSet, inbox: PortableInbox, rows: torch.Tensor) -> bool:
         got, by, home = inbox.got, inbox.blocks, at.combined[rows.dtype]
         if self._params.layout is not EpLayout.RANK_MAJOR:  # there they are always the same
             at.offsets[0] = got.bounds[:-1]
@@ -83,32 +83,34 @@ class PortableMoves(Moves[PortableInbox]):
             flat = rows.reshape(-1, rows.shape[-1])
             for first, count in zip(at.offsets[0].tolist(), got.counts.tolist(), strict=True):
                 home[first : first + count] = flat[first : first + count]
+        return False
 
     def sum(
         self,
         at: BufferSet,
         routing: Routing,
         present: int,
+        placed: Ranks,
         dtype: torch.dtype,
         out: torch.Tensor | None,
-        checked: bool,
-    ) -> tuple[torch.Tensor, bool]:
+    ) -> tuple[torch.Tensor, int | None]:
         if routing.back is None or routing.back[0] is not self.owners:
             routing.back = self.owners, homecoming(routing.ids, self.owners, self._world)
-        back, unserved = routing.back[1], False
         starts, counts = at.my_offsets.T
-        if checked:
-            back, unserved = self._without_missing(back, present, counts)
-            counts = np.bincount(back.rank, minlength=self._world)
+        back, unserved = self._without_missing(routing.back[1], present, starts, counts)
+        counts = np.bincount(back.rank, minlength=self._world)
         rows = (at.combined_rows + starts)[back.rank] + back.position
         summed = sum_bags(self._buffers.tables[dtype], rows, back.bag)
         self.rows_sent += counts
         return summed, unserved
 
-    def _without_missing(self, back: Homecoming, present: int, counts: Ints) -> tuple[Homecoming, bool]:
-        """Leave out what ranks would have sent that are missing, or that took this one for missing."""
+    def _without_missing(
+        self, back: Homecoming, present: int, starts: Ints, counts: Ints
+    ) -> tuple[Homecoming, int | None]:
+        """Leave out what ranks would have sent that are missing, or that took this one for missing, and name one."""
         here = (present >> np.arange(self._world)) & 1 > 0
-        unserved = here & (counts != np.bincount(back.rank, minlength=self._world))
+        due, room = np.bincount(back.rank, minlength=self._world), self._params.recv_capacity(self._world)
+        unserved = here & ((counts != due) | (starts < 0) | (starts > room - due))
         if here.all() and not unserved.any():
-            return back, False
-        return back.only(here & ~unserved), bool(unserved.any())
+            return back, None
+        return back.only(here & ~unserved), int(unserved.argmax()) if unserved.any() else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import TypeAlias
 
-from ...substrate.control import MASK_BYTES, SETS, Operation, Word, flag_word
+from ...native import FleetStruct
+from ...substrate.control import MASK_BYTES, SETS, Operation, flag_word
 from ...substrate.faults import FaultState
 from ...substrate.waiting import Waiter
 from .layout import SegmentLayout
@@ -14,12 +15,7 @@ MOST_SPIN_S = 0.005
 """Longest look in C: signals, such as Ctrl-C, wait for its end."""
 
 Tokens: TypeAlias = "ctypes.Array[ctypes.c_int64]"
-"""``[W]`` numbers of tokens, where C writes and reads them."""
-
-_FAILED = int(Word.FAILED)
-
-_PLACES = [[(flag_word(phase, step), SegmentLayout.header(phase, step)) for step in range(SETS)] for phase in Operation]
-"""Of each phase and set: the word that commits it, and where its header is. Nothing asks for those of NONE, CLOSED."""
+"""``[W]`` numbers, one for each rank, where C writes and reads them."""
 
 
 class QuickFlags:
@@ -27,41 +23,56 @@ class QuickFlags:
 
     Args:
         library: the helper.
-        fleet: address of the :class:`~moefleet.native.FleetStruct`.
+        fleet: what it knows of this Fleet; here it is told of flags.
         waiter, faults, generation: as the :class:`Steps` has them.
+        early: whether peers may wait for routing before they place rows, see :attr:`Operation.ROUTES`.
 
     Attributes:
-        spin_s: how long :meth:`collect` looks, in seconds.
+        tokens, placed: ``[W]`` of each rank, and whether it placed its rows, as was collected last.
     """
 
-    def __init__(self, library: ctypes.CDLL, fleet: int, waiter: Waiter, faults: FaultState, generation: int) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        fleet: FleetStruct,
+        waiter: Waiter,
+        faults: FaultState,
+        generation: int,
+        *,
+        early: bool = False,
+    ) -> None:
         self._commit, self._collect = library.moefleet_commit, library.moefleet_collect
-        self._fleet, self._waiter, self._faults, self._generation = fleet, waiter, faults, generation
-        self.spin_s = min(waiter.spin_s, MOST_SPIN_S)
-        self._waited = waiter.waited_s.ctypes.data
-        self._tokens = (ctypes.c_int64 * faults.world_size)()
+        self.tokens, self.placed = ((ctypes.c_int64 * faults.world_size)() for _ in range(2))
+        self._struct, self._fleet, self._waiter, self._faults = fleet, ctypes.addressof(fleet), waiter, faults
         self._bits: dict[int, bytes] = {}
+        for phase in Operation:
+            for step in range(SETS):
+                fleet.flags[phase][step] = flag_word(phase, step)
+                fleet.headers[phase][step] = SegmentLayout.header(phase.phase, step)
+        fleet.generation, fleet.early = generation, early
+        fleet.spin_s = min(waiter.spin_s, MOST_SPIN_S)
+        fleet.waited = waiter.waited_s.ctypes.data
+        fleet.said_tokens, fleet.said_placed = map(ctypes.addressof, (self.tokens, self.placed))
 
-    def commit(self, operation: Operation, step: int, tokens: int, topk: int, dtype: int) -> None:
-        """Write the header and let the peers see this phase's data."""
-        faults, trusted, (flag, header) = self._faults, self._faults.trusted, _PLACES[operation][step % SETS]
-        if self._commit(
-            self._fleet, flag, header, self._generation, faults.epoch, step, operation, tokens, topk, dtype,
-            self._bits.get(trusted) or self._as_bits(trusted), trusted == faults.everybody,
-        ):  # fmt: skip
-            self._waiter.wake_sleepers()
+    @property
+    def spin_s(self) -> float:
+        """How long :meth:`collect` looks, in seconds."""
+        return self._struct.spin_s
 
-    def collect(self, operation: Operation, step: int, taking: int) -> Tokens | None:
-        """Tokens ``[W]`` of each rank in ``taking`` (bits), if all of them come soon, agree, and none gave up.
+    def commit(self, operation: Operation, step: int, tokens: int, topk: int, dtype: int, placed: bool) -> None:
+        """Write the header, let the peers see this phase's data, and wake those who wait for it."""
+        epoch, trusted, all_trusted = self.mind()
+        self._commit(self._fleet, operation, step, epoch, tokens, placed, topk, dtype, trusted, all_trusted)
 
-        They are good until the next call.
-        """
-        flag, header = _PLACES[operation][step % SETS]
-        came = self._collect(
-            self._fleet, flag, _FAILED + step % SETS, header, step, operation,
-            self._bits.get(taking) or self._as_bits(taking), self.spin_s, self._waited, self._tokens,
-        )  # fmt: skip
-        return self._tokens if came else None
+    def collect(self, operation: Operation, step: int, taking: int) -> bool:
+        """Whether all ranks in ``taking`` (bits) came soon, agree, and none gave up: then see ``tokens, placed``."""
+        return self._collect(self._fleet, operation, step, self.bits(taking)) > 0
 
-    def _as_bits(self, ranks: int) -> bytes:
-        return self._bits.setdefault(ranks, ranks.to_bytes(MASK_BYTES, "little"))
+    def mind(self) -> tuple[int, bytes, bool]:
+        """What this rank's headers say: its last decision, whom it trusts, and whether that is everybody."""
+        faults, trusted = self._faults, self._faults.trusted
+        return faults.epoch, self.bits(trusted), trusted == faults.everybody
+
+    def bits(self, ranks: int) -> bytes:
+        """Ranks as C reads them."""
+        return self._bits.get(ranks) or self._bits.setdefault(ranks, ranks.to_bytes(MASK_BYTES, "little"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...errors import MoEEpPeerError, config_error
 from ...fleet.stepping import blame
 from ...substrate.control import SETS, TOKENS_AT, Header, Operation, State, Word
@@ -21,10 +23,10 @@ class Steps:
     """Step numbers live with the Fleet and advance as steps run; step ``s`` uses buffer set ``s % 2``.
 
     Why a set may be written again at step ``s + 2``: this rank finished step ``s``, so all peers had committed their
-    combine of ``s``, so they had read its tokens; and it writes combined rows only after all peers committed their
-    dispatch of ``s + 2``, so they had finished reading those of ``s``. Where step ``s`` failed, that argument does not
-    hold, and the peers' CLOSED flags are waited for instead. A rank that the others went on without can still be
-    reading; it finds that out by :meth:`overtaken`.
+    combine of ``s``, so they had read its tokens, and done with rows that were placed with them; and it writes combined
+    rows only after all peers committed their dispatch of ``s + 2``, so they had finished reading those of ``s``. Where
+    step ``s`` failed, that argument does not hold, and the peers' CLOSED flags are waited for instead. A rank that the
+    others went on without can still be reading; it finds that out by :meth:`overtaken`.
 
     Args:
         group, faults, generation: shared memory, accusations, and the number of this set of ranks.
@@ -76,27 +78,36 @@ class Steps:
         fence()  # a reader that sees data of this step sees its number too: overtaken() relies on it
         return step
 
-    def commit(self, operation: Operation, step: int, *, tokens: int, topk: int, dtype: int) -> None:
-        """Write the header and let the peers see this phase's data."""
+    def commit(
+        self, operation: Operation, step: int, *, tokens: int, topk: int, dtype: int, placed: bool = False
+    ) -> None:
+        """Write the header and let the peers see this phase's data.
+
+        Args:
+            placed: whether rows lie where they are used, not where they are fetched from.
+        """
         group, faults = self._group, self._faults
-        words, mine = group.words, group.blocks[group.rank]
-        words[mine + _OPERATION], words[mine + _WAITING_ON] = operation, 0
         if self._quick is not None:
-            return self._quick.commit(operation, step, tokens, topk, dtype)
+            return self._quick.commit(operation, step, tokens, topk, dtype, placed)
+        words, mine = group.words, group.blocks[group.rank]
+        words[mine + _OPERATION], words[mine + _WAITING_ON] = operation.phase, 0
         header = Header(
-            self._generation, faults.epoch, step, operation, tokens, topk, dtype, False, 0, "", faults.trusted
+            self._generation, faults.epoch, step, operation, tokens, topk, dtype, mask=faults.trusted, placed=placed
         )
         header.write(group.memory, self._segments[group.rank] + SegmentLayout.header(operation, step))
         group.waiter.commit(operation, step)
 
-    def collect(self, operation: Operation, step: int, among: int = -1) -> tuple[list[int] | Tokens, int]:
+    def collect(
+        self, operation: Operation, step: int, among: int = -1
+    ) -> tuple[Sequence[int] | Tokens, Sequence[int] | Tokens, int]:
         """Wait for every rank's commit.
 
         Args:
             among: ranks that still count in this step, as bits: absent in dispatch is absent in combine.
 
         Returns:
-            Tokens of each rank, 0 for who is masked or missing, until the next call; and who is present, as bits.
+            Of each rank its tokens, and whether it placed its rows, 0 for who is masked or missing; both are good
+            until the next call. And who is present, as bits.
 
         Raises:
             MoEEpPeerError: a rank failed in this step, ended, is in another call, or brings other rows or another K.
@@ -105,28 +116,28 @@ class Steps:
         group, rank = self._group, self._group.rank
         memory, words, blocks = group.memory, group.words, group.blocks
         taking = among & self._faults.trusted
-        if self._quick is not None and (came := self._quick.collect(operation, step, taking)) is not None:
-            return came, taking | 1 << rank
+        if self._quick is not None and self._quick.collect(operation, step, taking):
+            return self._quick.tokens, self._quick.placed, taking | 1 << rank
         peers = [peer for peer in self._others if taking >> peer & 1]
         spun_s = 0.0 if self._quick is None else self._quick.spin_s
         lost = group.waiter.wait(peers, operation, step, spun_s=spun_s)
-        given_up = _FAILED + step % SETS
+        given_up, operation = _FAILED + step % SETS, operation.phase
         for peer in peers:
             if 4 * step < words[blocks[peer] + given_up] <= 4 * step + operation:
                 self._raise_failure(peer, operation, step)
         place = SegmentLayout.header(operation, step)
         at = self._segments[rank] + place
         mine = bytes(memory[at : at + TOKENS_AT])
-        tokens, present = [0] * group.world_size, 1 << rank
-        tokens[rank] = words[(at + TOKENS_AT) // 8]
+        tokens, placed, present = [0] * group.world_size, [0] * group.world_size, 1 << rank
+        tokens[rank], placed[rank] = words[(at + TOKENS_AT) // 8], words[(at + TOKENS_AT) // 8 + 1]
         for peer in peers:
             at = self._segments[peer] + place
             # A peer in the same call, of the same mind, differs in nothing but its number of tokens.
             if peer in lost or (bytes(memory[at : at + TOKENS_AT]) != mine and not self._accept(peer, operation, step)):
                 continue
-            tokens[peer] = words[(at + TOKENS_AT) // 8]
+            tokens[peer], placed[peer] = words[(at + TOKENS_AT) // 8], words[(at + TOKENS_AT) // 8 + 1]
             present |= 1 << peer
-        return tokens, present
+        return tokens, placed, present
 
     def _accept(self, peer: int, operation: Operation, step: int) -> bool:
         """Whether a peer whose header differs from ours takes part; raises where it is in another call."""
@@ -213,6 +224,8 @@ class Steps:
             header = Header(self._generation, epoch, step, left[0], 0, 0, 0, True, origin, reason, trusted)
             header.write(self._group.memory, self._segments[self._group.rank] + SegmentLayout.failure(step))
             waiter.publish(Word.FAILED + step % SETS, 4 * step + left[0])
+        if Operation.DISPATCH in left:
+            waiter.mark(Operation.ROUTES, step)
         for phase in left:
             waiter.mark(phase, step)
         full_fence()

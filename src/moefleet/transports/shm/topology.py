@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ... import native
-from ...config import BootstrapConfig, FleetParams, ShmConfig
+from ...config import BootstrapConfig, EpLayout, FleetParams, ShmConfig
 from ...fleet.agreement import Agreement
 from ...fleet.rendezvous import Meeting
 from ...fleet.tolerance import agreement_at, silence_s
@@ -24,6 +24,7 @@ from .moves import Moves
 from .portable import PortableInbox, PortableMoves
 from .quick import QuickFlags
 from .steps import Steps
+from .whole import WholePhases
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Topology:
         moves: what a step does over them.
         agreement: what the ranks decide together; ``None`` without fault tolerance.
         owner_table: int64 ``[E+1]``: the rank that holds an expert, or -1.
+        places: whether ranks can place rows in each other's memory: all of them have the helper.
+        whole: phases in one call, where this rank has the helper.
     """
 
     meeting: Meeting
@@ -49,6 +52,8 @@ class Topology:
     moves: Moves[Any]
     agreement: Agreement | None
     owner_table: Ints
+    places: bool
+    whole: WholePhases | None
 
     @classmethod
     def build(
@@ -62,13 +67,16 @@ class Topology:
         """Together with the other ranks of the meeting."""
         library = native.library()  # first: nobody waits for this rank while it compiles
         bootstrap, rank, world = meeting.bootstrap, meeting.rank, meeting.world_size
-        layout = SegmentLayout.of(params, world)
+        places = all(said["helper"] for said in meeting.exchange("helper", lambda: {"helper": library is not None}))
+        layout = SegmentLayout.of(params, world, max(placement.slots_per_rank) if places else None)
         faults = FaultState(rank, world, tolerant=tolerance is not None)
         group = HostGroup(
             rank,
             world,
             size=layout.size,
             align=layout.align,
+            allocated=layout.allocated,
+            open_from=layout.open_from,
             exchange=meeting.exchange,
             look=meeting.look,
             incarnation=meeting.incarnation,
@@ -87,14 +95,16 @@ class Topology:
         owners = np.append(placement.owner_table.numpy(), -1)  # the last entry is for id -1
         buffers: Buffers[Any]
         moves: Moves[Any]
-        quick = None
+        quick = whole = None
         if library is None:
             buffers = Buffers.over(group, layout, params, placement.num_local(rank), PortableInbox)
             moves = PortableMoves(params, placement, rank, owners, buffers)
         else:
             buffers = Buffers.over(group, layout, params, placement.num_local(rank), NativeInbox)
             moves = in_c = NativeMoves(params, placement, rank, owners, library, group.range, layout)
-            quick = QuickFlags(library, in_c.address, group.waiter, faults, meeting.generation)
+            early = places and params.layout is not EpLayout.RANK_MAJOR
+            quick = QuickFlags(library, in_c.struct, group.waiter, faults, meeting.generation, early=early)
+            whole = WholePhases(library, in_c, quick)
         return cls(
             meeting,
             bootstrap,
@@ -106,6 +116,8 @@ class Topology:
             moves,
             agreement,
             owners,
+            places,
+            whole,
         )
 
     def live_owner_table(self) -> Ints:

@@ -1,0 +1,147 @@
+"""Rows that their senders place in the receivers' memory: the bits of rows that are fetched, whoever does which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moefleet import (
+    BootstrapConfig,
+    CombineInputParams,
+    DispatchInputParams,
+    EpLayout,
+    Fleet,
+    HandleAlgoKnobTopKWeights,
+    HandleParams,
+    MoEEpPeerError,
+)
+from moefleet.transports.shm.buffers import BufferSet
+from moefleet.transports.shm.fleet import ShmFleet
+from tests.conformance.pool import shared_pool
+from tests.native.needs import needs_the_helper
+from tests.strategies import make_problem
+from tests.transports.shm.ranks import EXPERTS, HIDDEN, MOST, TOPK, fleet_of
+
+pytestmark = needs_the_helper
+
+W = 3
+ALWAYS, HALF, NEVER = 0, 4 * HIDDEN * MOST // 2, 1 << 40
+"""Of ``place_bytes``: at ``HALF`` some ranks of a step place their rows, and others do not."""
+
+
+class Steps:
+    """Steps of one rank with random routing, halves or not, rows given back from one place or another."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet, self._rank = fleet, fleet.bootstrap.rank
+
+    def begin(self, number: int, halves: bool = False) -> None:
+        tokens = [(5 * number + 3 * peer) % (MOST + 1) for peer in range(W)]
+        problem = make_problem(number, W, EXPERTS, HIDDEN, TOPK, tokens)
+        x, ids, weights = (part[self._rank] for part in (problem.xs, problem.topk_ids, problem.topk_weights))
+        self._handle = self._fleet.create_handle(HandleParams(ids), [HandleAlgoKnobTopKWeights(weights)])
+        if halves:
+            self._handle.dispatch_send_only(DispatchInputParams([x]))
+            x.fill_(torch.nan)  # it may change from now on
+            self._out = self._handle.dispatch_recv_only()
+        else:
+            self._out = self._handle.dispatch(DispatchInputParams([x]))
+
+    def send_rows(self) -> None:
+        self._handle.combine_send_only(CombineInputParams([self._out.expert_tensors]))
+
+    def end(self, buffer: bool) -> torch.Tensor:
+        rows = self._out.expert_tensors
+        made = rows * torch.arange(1, rows.shape[0] + 1).view(-1, *[1] * (rows.dim() - 1))
+        if buffer and (room := self._handle.combine_buffer()) is not None:
+            made = room.copy_(made)
+        y = self._handle.combine(CombineInputParams([made])).x
+        self._handle.destroy()
+        return y
+
+
+def outputs(bootstrap: BootstrapConfig, layout: EpLayout, place_bytes: int) -> list[torch.Tensor]:
+    """Steps of all kinds, among them two that are open together."""
+    with fleet_of(bootstrap, layout, place_bytes) as fleet:
+        one, other, found = Steps(fleet), Steps(fleet), []
+        for number in range(12):
+            one.begin(number, halves=number % 5 == 1)
+            found.append(one.end(buffer=number % 3 > 0))
+        for number in range(12, 24, 2):
+            one.begin(number)
+            other.begin(number + 1, halves=number % 4 == 0)
+            found.append(one.end(buffer=number % 4 == 2))
+            found.append(other.end(buffer=number % 3 == 0))
+        return found
+
+
+@pytest.mark.parametrize("layout", list(EpLayout), ids=lambda layout: layout.name.lower())
+def test_the_same_bits(layout: EpLayout) -> None:
+    ways = [shared_pool().run(outputs, layout, place, world_size=W) for place in (ALWAYS, HALF, NEVER)]
+    for rank in range(W):
+        for way in ways:
+            assert way[rank].error is None, way[rank].error
+        for one, *others in zip(*(way[rank].value for way in ways), strict=True):
+            for other in others:
+                assert torch.equal(one, other)
+
+
+def fails_between(bootstrap: BootstrapConfig, layout: EpLayout) -> list[str]:
+    """Rank 1 brings too many rows, or none at all, in every third step; the others are in the middle of placing."""
+    said = []
+    with fleet_of(bootstrap, layout, ALWAYS) as fleet:
+        assert isinstance(fleet, ShmFleet) and fleet.placing
+        steps = Steps(fleet)
+        for number in range(9):
+            try:
+                if number % 3 == 1 and bootstrap.rank == 1:
+                    fleet.steps.fail_next(ValueError(f"step {number}"))
+                    continue
+                steps.begin(number)
+                steps.end(buffer=True)
+            except MoEEpPeerError as error:
+                said.append(f"{error.rank}: {error.reason}")
+                steps._handle.destroy()
+    return said
+
+
+@pytest.mark.parametrize("layout", list(EpLayout), ids=lambda layout: layout.name.lower())
+def test_a_rank_that_fails_a_step(layout: EpLayout) -> None:
+    """Peers that wait for its routing alone hear of it as well, and the next step works."""
+    outcomes = shared_pool().run(fails_between, layout, world_size=W)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, outcome.error
+        assert outcome.value == ([] if rank == 1 else [f"1: ValueError: step {number}" for number in (1, 4, 7)])
+
+
+def served_wrongly(bootstrap: BootstrapConfig, layout: EpLayout) -> str:
+    """Rank 1 says that it served one token more of each rank than it was brought."""
+    with fleet_of(bootstrap, layout) as fleet:
+        assert isinstance(fleet, ShmFleet)
+        steps, give = Steps(fleet), fleet.moves.give
+
+        def give_wrongly(at: BufferSet, inbox: Any, rows: torch.Tensor) -> bool:
+            stayed = give(at, inbox, rows)
+            at.offsets[1] += 1
+            return stayed
+
+        steps.begin(3)
+        try:
+            if bootstrap.rank == 1:
+                fleet.moves.give = give_wrongly  # type: ignore[method-assign]
+                steps.send_rows()
+            else:
+                steps.end(buffer=False)
+        except MoEEpPeerError as error:
+            return str(error)
+        return "nothing"
+
+
+@pytest.mark.parametrize("layout", list(EpLayout), ids=lambda layout: layout.name.lower())
+def test_a_peer_that_served_other_tokens(layout: EpLayout) -> None:
+    outcomes = shared_pool().run(served_wrongly, layout, world_size=W)
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].error
+        assert outcomes[rank].value == "rank 1 in combine of step 1: it served other tokens than this rank brought"
