@@ -265,9 +265,10 @@ def one_differs(bootstrap: BootstrapConfig, mine: tuple, other: tuple) -> Paper:
 
 
 QPS = [FleetAlgoKnobNumQpsPerRank(1)], [FleetAlgoKnobNumQpsPerRank(2)]
+BUSY = ShmConfig(spin_us=1.0)
 UNLIKE = {
     "backend": (("shm",), ("other",), "got shm on rank 0 and other on rank 2"),
-    "config": ((ShmConfig(),), (ShmConfig(spin_us=1.0),), f"got {ShmConfig()} on rank 0 and {ShmConfig(spin_us=1.0)} on rank 2"),
+    "config": ((ShmConfig(),), (BUSY,), f"got {ShmConfig()} on rank 0 and {BUSY} on rank 2"),
     "max_topk": (("shm", PARAMS), ("shm", replace(PARAMS, max_topk=9)), "got 32 on rank 0 and 9 on rank 2"),
     "algo_knobs": (("shm", PARAMS, QPS[0]), ("shm", PARAMS, QPS[1]), "got ['FleetAlgoKnobNumQpsPerRank(n=1)'] on"),
 }  # fmt: skip
