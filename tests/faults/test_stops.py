@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from moefleet import BootstrapConfig, EpLayout, MoEEpConfigError, MoEEpRankEvictedError
+from moefleet import BootstrapConfig, EpLayout, MoEEpConfigError, MoEEpRankEvictedError, ShmConfig
 from moefleet.substrate.control import Word
 from tests.faults.engine import Engine, Record, check_delivered, go_on, healthy, run, stop_here
+from tests.native.needs import needs_the_helper
 
 pytestmark = pytest.mark.timeout(100)
 
-AT, DEGRADED, LAST = 5, 10, 20
+AT, LATER, DEGRADED, LAST = 5, 7, 10, 20
 SILENCE_MS = 700
 
 
@@ -86,6 +87,53 @@ def test_stopped_then_readmitted(victim: int, layout: EpLayout) -> None:
         for record in back:
             assert record.mask == everybody
             assert torch.equal(record.output, healthy(rank, record.step, layout)), record.step
+
+
+def stopped_in_a_copy(bootstrap: BootstrapConfig, layout: EpLayout) -> list[Record]:
+    """Rank 0 is stopped while it places rows, and goes on when the others are in the middle of a later step."""
+    engine = Engine(
+        bootstrap, layout, comm=ShmConfig(place_bytes=0), timeout_ms=SILENCE_MS, reconcile_timeout_s=20.0,
+        coordinator_takeover_s=5.0,
+    )  # fmt: skip
+    fleet = engine.fleet
+    push, compute = fleet.moves.push, engine.layer.kernel.compute
+
+    def push_late(at: Any, tokens: torch.Tensor, *more: Any) -> None:
+        if engine.fleet.steps.last == AT:
+            stop_here(engine, "copying")
+            tokens = torch.full_like(tokens, 1e6)
+        push(at, tokens, *more)
+
+    def compute_late(*arrived: Any, **more: Any) -> torch.Tensor:
+        if engine.fleet.steps.last == LATER:
+            if engine.rank == 1:
+                go_on(engine, "copying")
+            engine.told("copied")
+        return compute(*arrived, **more)
+
+    engine.serve(AT - 1)
+    engine.meet("before")
+    if engine.rank == 0:
+        fleet.whole, fleet.moves.push = None, push_late
+        assert engine.step()
+        engine.tell("copied")
+        with pytest.raises(MoEEpRankEvictedError):
+            fleet.reconcile_active_mask()
+    else:
+        engine.layer.kernel.compute = compute_late  # type: ignore[method-assign]
+        assert engine.step()
+        fleet.reconcile_active_mask(timeout_s=1.0)
+        engine.serve(LAST)
+    engine.meet("end")
+    return engine.close()
+
+
+@needs_the_helper
+@pytest.mark.parametrize("layout", list(EpLayout), ids=lambda layout: layout.name.lower())
+def test_a_rank_that_wakes_up_in_the_middle_of_a_copy(layout: EpLayout) -> None:
+    logs = run(stopped_in_a_copy, layout)
+    assert check_delivered(logs) == 4 * (AT - 1) + 3 * (LAST - AT)
+    assert all(record.mask == [0, 1, 1, 1] for log in logs[1:] for record in log if record.step > AT)
 
 
 def late(bootstrap: BootstrapConfig, victim: int) -> tuple[list[Record], bool, list[int]]:
