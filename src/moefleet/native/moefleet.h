@@ -113,7 +113,7 @@ int64_t moefleet_collect(const Fleet *fleet, int64_t operation, int64_t step, co
 /* routes.c and push.c */
 void moefleet_store(Fleet *fleet, int64_t set, int64_t count, const char *tokens, int64_t pitch, const char *scales,
                     int64_t scale_pitch, const int32_t *ids, const float *weights, int64_t topk);
-void moefleet_push(Fleet *fleet, int64_t set, const int64_t *all, const uint8_t *to, int64_t count, const char *tokens,
+void moefleet_push(Fleet *fleet, int64_t set, const int64_t *before, const uint8_t *to, int64_t count, const char *tokens,
                    int64_t pitch, const int32_t *ids, const float *weights, int64_t topk);
 int64_t moefleet_arrive(const Fleet *fleet, Inbox *inbox, int64_t set, const int64_t *tokens, const int64_t *placed,
                         int64_t topk);

@@ -17,8 +17,11 @@ int64_t moefleet_dispatch(Fleet *fleet, Inbox *inbox, int64_t step, int64_t roun
     int64_t set = step % SETS;
     moefleet_store(fleet, set, count, placed ? NULL : tokens, pitch, scales, scale_pitch, ids, weights, topk);
     if (placed && fleet->early) {
+        uint8_t before[MAX_RANKS / 8] = {0}; /* the ranks on whose routing it depends where ours goes */
+        for (int64_t rank = 0; rank < fleet->rank; rank++)
+            before[rank >> 3] |= (uint8_t)(taking[rank >> 3] & 1 << (rank & 7));
         moefleet_commit(fleet, ROUTES, step, round, count, placed, topk, dtype, taking, everybody);
-        if (!moefleet_collect(fleet, ROUTES, step, taking))
+        if (!moefleet_collect(fleet, ROUTES, step, before))
             return ROUTES_COMMITTED;
     }
     if (placed)

@@ -75,15 +75,15 @@ static int64_t note(const Fleet *fleet, const Sent *sent, const uint8_t *to, con
 
 /* Bring this rank's tokens to where they are used.
 
-   all: [W] tokens of each rank, 0 for who is absent; to: the ranks that are brought any, as bits. Room that a receiver
-   does not have is left alone: it finds out by itself. */
-void moefleet_push(Fleet *fleet, int64_t set, const int64_t *all, const uint8_t *to, int64_t count, const char *tokens,
+   before: [W] tokens of each rank below this one, 0 for who is absent; to: the ranks that are brought any, as bits. Room
+   that a receiver does not have is left alone: it finds out by itself. */
+void moefleet_push(Fleet *fleet, int64_t set, const int64_t *before, const uint8_t *to, int64_t count, const char *tokens,
                    int64_t pitch, const int32_t *ids, const float *weights, int64_t topk)
 {
     const Sent *sent = &fleet->sent[set];
     int64_t bytes = fleet->row_bytes, entries = 0;
     uint64_t bits[MAX_RANKS / 64];
-    count_before(fleet, set, all, topk);
+    count_before(fleet, set, before, topk);
     int64_t copies = fleet->layout == EXPERT_MAJOR || topk < fleet->world ? topk : fleet->world;
     int stream = streams(fleet, count * copies * bytes, segment(fleet, 0) + fleet->landing[set]);
     stream_fence(stream);

@@ -166,11 +166,11 @@ class NativeMoves(Moves[NativeInbox]):
             routing.ids_at, routing.weights_at, topk,
         )  # fmt: skip
 
-    def push(self, at: BufferSet, tokens: torch.Tensor, routing: Routing, all_tokens: Ranks, present: int) -> None:
+    def push(self, at: BufferSet, tokens: torch.Tensor, routing: Routing, before: Ranks, to: int) -> None:
         tokens, pitch = self.pitched(tokens)
         count, topk = routing.ids.shape
         self._push(
-            self.address, at.parity, self._in_c(all_tokens), self._bits(present), count, tokens.data_ptr(), pitch,
+            self.address, at.parity, self._in_c(before), self._bits(to), count, tokens.data_ptr(), pitch,
             routing.ids_at, routing.weights_at, topk,
         )  # fmt: skip
 

@@ -136,12 +136,12 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         self._place(open_, parcel)
 
     def _place(self, open_: ShmStep, parcel: Parcel) -> None:
-        """Place the rows: in RANK_MAJOR at once, elsewhere where they go follows from what all ranks bring."""
-        fleet, present = self._fleet, self._fleet.faults.trusted
-        everyones: Ranks = ()
+        """Place the rows: at once in RANK_MAJOR; elsewhere where they go follows from what lower ranks bring."""
+        fleet, before = self._fleet, (1 << self._fleet.bootstrap.rank) - 1
+        tokens: Ranks = ()
         if not fleet.places_alone:
-            everyones, _, present = fleet.steps.collect(Operation.ROUTES, open_.step)
-        fleet.moves.push(open_.at, parcel.tokens, self._routed(), everyones, present)
+            tokens, _, _ = fleet.steps.collect(Operation.ROUTES, open_.step, before)
+        fleet.moves.push(open_.at, parcel.tokens, self._routed(), tokens, fleet.faults.trusted)
         self._commit_tokens(Operation.DISPATCH, open_, parcel)
 
     def _commit_tokens(self, operation: Operation, open_: ShmStep, parcel: Parcel) -> None:

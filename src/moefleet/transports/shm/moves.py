@@ -88,12 +88,12 @@ class Moves(ABC, Generic[I]):
         Tokens that :meth:`push` places are left out.
         """
 
-    def push(self, at: BufferSet, tokens: torch.Tensor, routing: Routing, all_tokens: Ranks, present: int) -> None:
+    def push(self, at: BufferSet, tokens: torch.Tensor, routing: Routing, before: Ranks, to: int) -> None:
         """Place tokens ``[T, H]`` where their receivers hand them out. All ranks of such a Fleet have the helper.
 
         Args:
-            all_tokens: ``[W]`` of each rank, 0 for who is absent; not looked at in RANK_MAJOR.
-            present: the ranks that are brought rows, as bits.
+            before: ``[W]`` tokens of the ranks below this one, 0 for who is absent; not looked at in RANK_MAJOR.
+            to: the ranks that are brought rows, as bits.
         """
         raise NotImplementedError("rows are placed only where all ranks have the compiled helper")
 
