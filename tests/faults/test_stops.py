@@ -136,6 +136,24 @@ def test_a_rank_that_wakes_up_in_the_middle_of_a_copy(layout: EpLayout) -> None:
     assert all(record.mask == [1, 0, 1, 1] for log in logs for record in log if record.step > AT)
 
 
+def masks_that_differ(bootstrap: BootstrapConfig, layout: EpLayout) -> tuple[bool, bool]:
+    """Rank 0 alone masks rank 2, by hand, so that it receives in other memory than rank 1 places rows in."""
+    engine = Engine(bootstrap, layout, comm=ShmConfig(place_bytes=0), timeout_ms=SILENCE_MS)
+    engine.serve(AT - 1)
+    if engine.rank == 0:
+        engine.fleet.set_active_mask([1, 1, 0])
+    y = engine.forward()
+    engine.meet("end")
+    outcome = engine.fleet.query_fault(), bool(y.isfinite().all())
+    engine.close()
+    return outcome
+
+
+@pytest.mark.parametrize("layout", list(EpLayout), ids=lambda layout: layout.name.lower())
+def test_masks_that_differ_are_noticed_by_all(layout: EpLayout) -> None:
+    assert run(masks_that_differ, layout, world=3) == [(True, True)] * 3
+
+
 def late(bootstrap: BootstrapConfig, victim: int) -> tuple[list[Record], bool, list[int]]:
     """The victim is late for a step; the round waits for it, and its own view comes too late to save it."""
     engine = Engine(bootstrap, timeout_ms=400)

@@ -74,15 +74,20 @@ void moefleet_combining(const Fleet *fleet, int64_t step)
 /* Write this rank's header of a phase, let the peers see all that it wrote for it, and wake whoever waited for that: who
    comes last wakes those that need not sleep any more.
 
+   A rank that committed its routing before has peers that may be reading that header, which is the same: it stays.
+
    mask: whom it trusts, as bits; everybody: whether that is all. */
 void moefleet_commit(const Fleet *fleet, int64_t operation, int64_t step, int64_t round, int64_t tokens, int64_t placed,
                      int64_t topk, int64_t dtype, const uint8_t *mask, int64_t everybody)
 {
     int64_t rank = fleet->rank, set = step % SETS, phase = phase_of(operation);
-    int early = operation == DISPATCH && fleet->early; /* then some may wait for its routing alone */
+    int parted = operation == DISPATCH && fleet->early && placed;
+    int early = operation == DISPATCH && fleet->early && !placed; /* then some may wait for its routing alone */
     Header *mine = header(fleet, rank, phase, step);
-    *mine = (Header){fleet->generation, round, step, phase, topk, dtype, 0, 0, 0, {0}, tokens, placed};
-    memcpy(mine->mask, mask, sizeof mine->mask);
+    if (!parted)
+        *mine = (Header){fleet->generation, round, step, phase, topk, dtype, 0, 0, 0, {0}, tokens, placed};
+    if (!parted || memcmp(mine->mask, mask, sizeof mine->mask))
+        memcpy(mine->mask, mask, sizeof mine->mask);
     atomic_store_explicit(word(fleet, rank, OPERATION), (uint64_t)phase, memory_order_relaxed);
     atomic_store_explicit(word(fleet, rank, WAITING_ON), 0, memory_order_relaxed);
     if (early)

@@ -38,7 +38,7 @@ typedef struct {
     const int64_t *local;  /* [E+1] local index of an expert, -1 if it is elsewhere */
     const int64_t *owner;  /* [E+1] rank that holds an expert, -1 if nobody does */
     const int64_t *slot;   /* [E+1] local index of an expert at its owner */
-    int64_t *next, *stamp; /* [E+W] and [E]: room to count in */
+    int64_t *next, *stamp; /* [max(E, W)] and [E]: room to count in */
     int64_t *rows_received, *rows_sent, *expert_rows; /* [W], [W], [L]: since construction */
     int64_t stream_bytes;  /* what writes more than this goes past the caches */
     int64_t ties_away;     /* whether torch rounds sums to bfloat16 so, see lanes.h */
@@ -50,7 +50,7 @@ typedef struct {
     int64_t *said_tokens, *said_placed; /* [W] what the ranks said that were collected last */
 } Fleet;
 
-/* Private memory that one step's rows are received into, and how they are sorted. */
+/* Memory that one step's rows are received into, and how they are sorted. */
 typedef struct {
     char *rows, *scales;
     int32_t *counts;    /* [L], [W] or [1], by layout */

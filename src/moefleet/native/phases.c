@@ -4,15 +4,16 @@
 #include "moefleet.h"
 
 /* How far a call came. */
-enum { ROUTES_COMMITTED, COMMITTED, FULL, DONE };
+enum { ROUTES_COMMITTED, COMMITTED, REFUSED, DONE };
 
 /* Dispatch: bring tokens, and find those that are for this rank.
 
-   placed: whether to place them, see push.c; taking: whom this rank trusts, as bits; everybody: whether that is all. */
+   placed: whether to place them, see push.c; taking: whom this rank trusts, as bits; everybody: whether that is all;
+   expected: how many rows must arrive, or -1. */
 int64_t moefleet_dispatch(Fleet *fleet, Inbox *inbox, int64_t step, int64_t round, int64_t count, const char *tokens,
                           int64_t pitch, const char *scales, int64_t scale_pitch, const int32_t *ids,
                           const float *weights, int64_t topk, int64_t dtype, int64_t placed, const uint8_t *taking,
-                          int64_t everybody)
+                          int64_t everybody, int64_t expected)
 {
     int64_t set = step % SETS;
     moefleet_store(fleet, set, count, placed ? NULL : tokens, pitch, scales, scale_pitch, ids, weights, topk);
@@ -29,9 +30,13 @@ int64_t moefleet_dispatch(Fleet *fleet, Inbox *inbox, int64_t step, int64_t roun
     moefleet_commit(fleet, DISPATCH, step, round, count, placed, topk, dtype, taking, everybody);
     if (!moefleet_collect(fleet, DISPATCH, step, taking))
         return COMMITTED;
+    if (inbox->rows != segment(fleet, fleet->rank) + fleet->landing[set])
+        for (int64_t rank = 0; rank < fleet->world; rank++)
+            if (fleet->said_placed[rank])
+                return COMMITTED; /* in memory that this rank does not receive into */
     int64_t rows = moefleet_arrive(fleet, inbox, set, fleet->said_tokens, fleet->said_placed, topk);
-    if (fleet->layout == FLAT && rows > fleet->home_rows)
-        return FULL;
+    if ((fleet->layout == FLAT && rows > fleet->home_rows) || (expected >= 0 && rows != expected))
+        return REFUSED;
     moefleet_gather(fleet, inbox, set);
     return DONE;
 }

@@ -25,11 +25,13 @@ static void count_before(const Fleet *fleet, int64_t set, const int64_t *tokens,
                     next[rank]++;
                 continue;
             }
-            for (int64_t k = 0; k < topk; k++)
-                if ((uint32_t)ids[k] < (uint64_t)fleet->experts && stamp[ids[k]] != serial) {
-                    stamp[ids[k]] = serial;
-                    next[ids[k]]++;
+            for (int64_t k = 0; k < topk; k++) {
+                uint32_t id = (uint32_t)((const volatile int32_t *)ids)[k]; /* once: it may change */
+                if (id < (uint64_t)fleet->experts && stamp[id] != serial) {
+                    stamp[id] = serial;
+                    next[id]++;
                 }
+            }
         }
     }
     memset(stamp, 0, (size_t)fleet->experts * 8);

@@ -1,6 +1,6 @@
-/* What a step does with routing and rows: five movements between a rank's own memory and the segments of all, where
-   push.c does not place the rows. Peers'
-   numbers are taken within bounds: memory of a peer that a step went on without may change while it is read. */
+/* What a step does with routing and rows: movements between a rank's own memory and the segments of all, for rows that
+   push.c does not place. Peers' numbers are taken within bounds: memory of a peer that a step went on without may change
+   while it is read. */
 
 #include "moefleet.h"
 

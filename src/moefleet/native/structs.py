@@ -68,7 +68,7 @@ CALLS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "dispatch": (
         c_int64,
         (c_void_p, c_void_p, *(c_int64,) * 3, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *(c_int64,) * 3)
-        + (c_char_p, c_int64),
+        + (c_char_p, c_int64, c_int64),
     ),
     "combine": (
         c_int64,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..config import EpLayout, FleetParams
-from ..knobs import FleetAlgoKnob, RowFormat
+from ..knobs import FleetAlgoKnob, FleetAlgoKnobFaultTolerance, RowFormat
 from ..placement import Placement
 from ..substrate.control import SETS
 from ..transports.nvlink.geometry import memory_bytes
@@ -42,12 +42,17 @@ def inbox_bytes(params: FleetParams, world_size: int, num_local: int, *, rows: b
 def shm(params: FleetParams, world_size: int, rank: int = 0, algo_knobs: Sequence[FleetAlgoKnob] = ()) -> Memory:
     """The shared segment, of which EXPERT_MAJOR takes a part only as rows arrive, and what is received beside rows.
 
-    With the compiled helper; without it EXPERT_MAJOR takes less.
+    With the compiled helper; without it EXPERT_MAJOR takes less. While a rank is masked, rows come into other memory.
     """
     params = replace(params, scale_bytes_per_token=RowFormat.of(params, algo_knobs).scale_bytes)
     segment = SegmentLayout.of(params, world_size, _local(params, world_size, 0))
-    beside = SETS * inbox_bytes(params, world_size, _local(params, world_size, rank), rows=False)
-    return Memory(segment.allocated, segment.size + beside)
+    held, tolerant = (
+        _local(params, world_size, rank),
+        any(isinstance(k, FleetAlgoKnobFaultTolerance) for k in algo_knobs),
+    )
+    beside = SETS * inbox_bytes(params, world_size, held, rows=False)
+    masked = SETS * inbox_bytes(params, world_size, held) if tolerant else 0
+    return Memory(segment.allocated, segment.size + beside + masked)
 
 
 def torch_dist(params: FleetParams, world_size: int, rank: int = 0, algo_knobs: Sequence[FleetAlgoKnob] = ()) -> Memory:

@@ -1,4 +1,4 @@
-"""Private memory that one buffer set's received rows are gathered into, and the DispatchOutput that shows it."""
+"""Memory that a step's received rows are gathered into (or placed), and the DispatchOutput that shows it."""
 
 from __future__ import annotations
 

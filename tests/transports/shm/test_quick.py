@@ -120,6 +120,25 @@ def test_a_step_that_somebody_gave_up_is_left_to_python(ranks: list[Rank]) -> No
     assert collected(ranks[0], COMBINE, 3, 0b011) == [1, 1, 0]
 
 
+def test_routing_can_be_read_while_rows_are_committed(ranks: list[Rank]) -> None:
+    """A rank that placed its rows commits them under the header that slower ranks may still be reading."""
+    ranks[0].quick.commit(Operation.ROUTES, 1, tokens=77, topk=3, dtype=2, placed=True)
+    ranks[1].quick.commit(Operation.ROUTES, 1, tokens=5, topk=3, dtype=2, placed=True)
+    done = threading.Event()
+
+    def commit_rows() -> None:
+        for _ in range(20000):
+            ranks[0].quick.commit(DISPATCH, 1, tokens=77, topk=3, dtype=2, placed=True)
+        done.set()
+
+    thread = threading.Thread(target=commit_rows)
+    thread.start()
+    while not done.is_set():
+        assert collected(ranks[1], Operation.ROUTES, 1, 0b011) == [77, 5, 0]
+    thread.join()
+    assert collected(ranks[1], DISPATCH, 1, 0b001) == [77, 5, 0] and list(ranks[1].quick.placed) == [1, 1, 0]
+
+
 def sleeper(rank: Rank) -> threading.Event:
     """A rank that sleeps on a flag that nobody sets, so that only a wake-up ends its sleep."""
     woken = threading.Event()

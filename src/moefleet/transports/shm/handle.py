@@ -104,11 +104,11 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             self._send(open_, parcel)
             return self._receive_tokens(open_)
         assert isinstance(open_.inbox, NativeInbox)
-        reached = whole.dispatch(open_.step, open_.inbox, self._routed(), *parcel)
+        reached = whole.dispatch(open_.step, open_.inbox, self._routed(), *parcel, self._expected_rows)
         if reached is Reached.ROUTES:
-            self._place(open_, parcel)
+            self._place(open_, parcel, looked=True)
         if reached <= Reached.COMMITTED:
-            return self._receive_tokens(open_)
+            return self._receive_tokens(open_, looked=reached is Reached.COMMITTED)
         open_.present = self._fleet.faults.trusted
         open_.arrived = open_.inbox.struct.total
         self._check_room(open_.arrived)
@@ -135,12 +135,12 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             self._commit_tokens(Operation.ROUTES, open_, parcel)
         self._place(open_, parcel)
 
-    def _place(self, open_: ShmStep, parcel: Parcel) -> None:
+    def _place(self, open_: ShmStep, parcel: Parcel, *, looked: bool = False) -> None:
         """Place the rows: at once in RANK_MAJOR; elsewhere where they go follows from what lower ranks bring."""
         fleet, before = self._fleet, (1 << self._fleet.bootstrap.rank) - 1
         tokens: Ranks = ()
         if not fleet.places_alone:
-            tokens, _, _ = fleet.steps.collect(Operation.ROUTES, open_.step, before)
+            tokens, _, _ = fleet.steps.collect(Operation.ROUTES, open_.step, before, looked=looked)
         fleet.moves.push(open_.at, parcel.tokens, self._routed(), tokens, fleet.faults.trusted)
         self._commit_tokens(Operation.DISPATCH, open_, parcel)
 
@@ -150,9 +150,13 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             operation, open_.step, tokens=count, topk=topk, dtype=parcel.dtype, placed=parcel.placed
         )
 
-    def _receive_tokens(self, open_: ShmStep) -> None:
+    def _receive_tokens(self, open_: ShmStep, *, looked: bool = False) -> None:
         fleet = self._fleet
-        tokens, placed, open_.present = fleet.steps.collect(Operation.DISPATCH, open_.step)
+        tokens, placed, open_.present = fleet.steps.collect(Operation.DISPATCH, open_.step, looked=looked)
+        if not open_.placing and any(placed):  # by ranks with another mask, in memory that this one does not look at
+            tokens = [0 if there else count for count, there in zip(tokens, placed, strict=True)]
+            open_.present &= ~sum(1 << rank for rank, there in enumerate(placed) if there)
+            placed, fleet.faults.behind = [0] * len(placed), True
         open_.arrived = fleet.moves.arrive(open_.at, open_.inbox, tokens, placed, open_.present, self._shape[1])
         self._check_room(open_.arrived)
         fleet.moves.gather(open_.at, open_.inbox, open_.dtype)
@@ -166,7 +170,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         assert isinstance(open_.inbox, NativeInbox)
         taking, code = open_.present & fleet.faults.trusted, row_code(rows.dtype, None)
         done = fleet.whole.combine(open_.step, open_.inbox, self._routed(), rows, code, taking, open_.result)
-        return self._receive_rows(open_) if done is None else self._received_rows(open_, *done, taking)
+        return self._receive_rows(open_, looked=True) if done is None else self._received_rows(open_, *done, taking)
 
     def _send_rows(self, open_: ShmStep, rows: torch.Tensor) -> None:
         fleet = self._fleet
@@ -175,9 +179,9 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         code = row_code(rows.dtype, None)
         fleet.steps.commit(Operation.COMBINE, open_.step, tokens=open_.arrived, topk=0, dtype=code, placed=stay)
 
-    def _receive_rows(self, open_: ShmStep) -> torch.Tensor:
+    def _receive_rows(self, open_: ShmStep, *, looked: bool = False) -> torch.Tensor:
         fleet = self._fleet
-        _, stayed, present = fleet.steps.collect(Operation.COMBINE, open_.step, open_.present)
+        _, stayed, present = fleet.steps.collect(Operation.COMBINE, open_.step, open_.present, looked=looked)
         summed, unserved = fleet.moves.sum(open_.at, self._routed(), present, stayed, open_.dtype, open_.result)
         return self._received_rows(open_, summed, unserved, present)
 

@@ -92,18 +92,27 @@ class Steps:
         words, mine = group.words, group.blocks[group.rank]
         words[mine + _OPERATION], words[mine + _WAITING_ON] = operation.phase, 0
         header = Header(
-            self._generation, faults.epoch, step, operation, tokens, topk, dtype, mask=faults.trusted, placed=placed
+            self._generation,
+            faults.epoch,
+            step,
+            operation.phase,
+            tokens,
+            topk,
+            dtype,
+            mask=faults.trusted,
+            placed=placed,
         )
-        header.write(group.memory, self._segments[group.rank] + SegmentLayout.header(operation, step))
+        header.write(group.memory, self._segments[group.rank] + SegmentLayout.header(operation.phase, step))
         group.waiter.commit(operation, step)
 
     def collect(
-        self, operation: Operation, step: int, among: int = -1
+        self, operation: Operation, step: int, among: int = -1, *, looked: bool = False
     ) -> tuple[Sequence[int] | Tokens, Sequence[int] | Tokens, int]:
         """Wait for every rank's commit.
 
         Args:
             among: ranks that still count in this step, as bits: absent in dispatch is absent in combine.
+            looked: whether the helper has been asked already, and said no.
 
         Returns:
             Of each rank its tokens, and whether it placed its rows, 0 for who is masked or missing; both are good
@@ -116,7 +125,7 @@ class Steps:
         group, rank = self._group, self._group.rank
         memory, words, blocks = group.memory, group.words, group.blocks
         taking = among & self._faults.trusted
-        if self._quick is not None and self._quick.collect(operation, step, taking):
+        if not looked and self._quick is not None and self._quick.collect(operation, step, taking):
             return self._quick.tokens, self._quick.placed, taking | 1 << rank
         peers = [peer for peer in self._others if taking >> peer & 1]
         spun_s = 0.0 if self._quick is None else self._quick.spin_s
@@ -132,7 +141,7 @@ class Steps:
         tokens[rank], placed[rank] = words[(at + TOKENS_AT) // 8], words[(at + TOKENS_AT) // 8 + 1]
         for peer in peers:
             at = self._segments[peer] + place
-            # A peer in the same call, of the same mind, differs in nothing but its number of tokens.
+            # A peer in the same call, of the same mind, differs in nothing but its tokens.
             if peer in lost or (bytes(memory[at : at + TOKENS_AT]) != mine and not self._accept(peer, operation, step)):
                 continue
             tokens[peer], placed[peer] = words[(at + TOKENS_AT) // 8], words[(at + TOKENS_AT) // 8 + 1]

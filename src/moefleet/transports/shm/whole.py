@@ -22,7 +22,7 @@ class Reached(enum.IntEnum):
 
     ROUTES = 0  # committed
     COMMITTED = 1
-    FULL = 2  # rows arrived that do not fit
+    REFUSED = 2  # rows arrived that do not fit, or are not as many as expected
     DONE = 3
 
 
@@ -49,8 +49,9 @@ class WholePhases:
         scales: torch.Tensor | None,
         dtype: int,
         placed: bool,
+        expected: int | None,
     ) -> Reached:
-        """From storing (or placing) tokens ``[T, H]`` to gathering what is for this rank."""
+        """From storing (or placing) tokens ``[T, H]`` to gathering what is for this rank; ``expected``: rows."""
         tokens, pitch = self._moves.pitched(tokens)
         scales, scale_at, scale_pitch = self._moves.pitched_scales(scales)
         epoch, trusted, all_trusted = self._quick.mind()
@@ -59,6 +60,7 @@ class WholePhases:
             self._dispatch(
                 self._fleet, inbox.address, step, epoch, count, tokens.data_ptr(), pitch, scale_at, scale_pitch,
                 routing.ids_at, routing.weights_at, topk, dtype, placed, trusted, all_trusted,
+                -1 if expected is None else expected,
             )
         )  # fmt: skip
 
