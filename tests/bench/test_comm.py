@@ -93,13 +93,14 @@ def test_a_table_for_people_and_a_picture(run: tuple[Result, Path]) -> None:
 
 
 FAKES = """
+from moefleet import CombineOutput
 from moefleet.fleet import Capability
 from moefleet.transports.shm import ShmFleet
 from moefleet.transports.shm.handle import ShmHandle
 
 class WrongHandle(ShmHandle):
-    def _receive_rows(self, open_):
-        return super()._receive_rows(open_) * 1.5
+    def combine(self, params):
+        return CombineOutput(super().combine(params).x * 1.5)
 
 class WrongFleet(ShmFleet):
     def create_handle(self, params, algo_knobs=()):
