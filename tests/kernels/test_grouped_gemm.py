@@ -269,10 +269,23 @@ def test_float16_with_and_without_the_instructions(monkeypatch, layout: EpLayout
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("counts", [(2, 0, 7), (0, 0, 0), (8, 8, 8)])
 def test_the_form_without_host_reads(layout: EpLayout, counts: tuple[int, ...]) -> None:
-    """What CUDA runs, run here."""
+    """What CUDA runs, run here; also into memory that is not contiguous."""
     weights, out = make_weights(torch.float32), received(layout, counts=counts)
-    result = torch.full_like(out.expert_tensors, NAN)
-    kernel()._on_device(out, weights, result)
+    for result in torch.full_like(out.expert_tensors, NAN), torch.full((*out.expert_tensors.shape, 2), NAN)[..., 0]:
+        kernel()._on_device(out, weights, result)
+        assert_close(existing(out, result), expected(out, weights))
+
+
+@pytest.mark.parametrize("full", [(True, True, False), (True, False, True), (False, True, True)])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_rows_of_fewer_experts_than_are_here(full: tuple[bool, ...], missing: int) -> None:
+    """A token has a row for at most K experts, here 2 of 3: two blocks of all rows are what can arrive."""
+    counts = [8 if each else 0 for each in full]  # 8 is the capacity
+    counts[full.index(True)] -= missing
+    weights, out = make_weights(torch.float32), received(EpLayout.EXPERT_MAJOR, counts=tuple(counts))
+    result, two = torch.full_like(out.expert_tensors, NAN), kernel()
+    two.validate(replace(PARAMS, max_topk=2), weights)
+    two._on_device(out, weights, result)
     assert_close(existing(out, result), expected(out, weights))
 
 

@@ -24,7 +24,8 @@ def push_gbps(store: dist.Store, mib: int = 256, programs: int = 132) -> float:
     """GB/s that each rank pushes while all push. ``store`` is one of these ranks alone that nothing else uses."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device())
-    memory = SymmetricMemory.allocate(mib << 20, device, rank=rank, world_size=world, store=store, name="moefleet-push")
+    own = SymmetricMemory.allocate(mib << 20, device, world)
+    memory = SymmetricMemory.map(own, rank=rank, world_size=world, store=store, name="moefleet-push")
     source = torch.randint(0, 2**60, (mib << 17,), device=device)
     address = memory.addresses[(rank + 1) % world]
 

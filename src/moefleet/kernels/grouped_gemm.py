@@ -62,7 +62,8 @@ class ClampedGate:
 class GroupedGemmKernel(ExpertKernel):
     """Gated experts, w13 ``[L, 2I, H]`` and w2 ``[L, H, I]``, in the dtype of combine's rows.
 
-    Rows that came as fp8 are decoded to that type first: on CUDA the whole buffer, elsewhere what exists.
+    Rows that came as fp8 are decoded to that type first: on CUDA the whole buffer (in EXPERT_MAJOR a row
+    for each of the experts that a token can have here), elsewhere what exists.
     Prequantised weights are decoded to bfloat16 once, at construction: see :mod:`moefleet.kernels.prequantized`.
 
     Raises:
@@ -131,7 +132,7 @@ class GroupedGemmKernel(ExpertKernel):
 
         RANK_MAJOR and FLAT sum a row's weighted experts in float32 and round once. On CUDA nothing waits for the
         stream if ``grouped_mm`` takes the weights: contiguous bfloat16, ``H`` and ``I`` multiples of 8. Temporaries are
-        then sized for all rows that could exist. For other weights the host reads the counts, which does wait.
+        then sized for all rows that can arrive. For other weights the host reads the counts, which does wait.
 
         Raises:
             MoEEpConfigError: the rows' dtype, or their ``L`` in EXPERT_MAJOR, is not that of the weights.
@@ -230,7 +231,7 @@ class GroupedGemmKernel(ExpertKernel):
             padding * capacity + counts.min(),
         )
         y = grouped_experts(gathered(out, place, result.dtype), weights, self.activation, ends)
-        result.view(-1, result.shape[-1]).index_copy_(0, place, y)
+        result[place // capacity, place % capacity] = y
 
     def _on_device(self, out: DispatchOutput, weights: UnquantizedMoEWeights, result: torch.Tensor) -> None:
         """Any layout, in shapes that do not depend on the counts: pairs that are not here sort behind the last expert,

@@ -24,21 +24,30 @@ class SymmetricMemory:
     addresses: tuple[int, ...]
     mapping: Any
 
+    @staticmethod
+    def allocate(size: int, device: torch.device, world_size: int) -> torch.Tensor:
+        """This rank's ``size`` bytes, all 0, which :meth:`map` can share."""
+        if world_size == 1:
+            return torch.zeros(size, dtype=torch.uint8, device=device)
+        from torch.distributed import _symmetric_memory as symmetric
+
+        own = symmetric.empty(size, dtype=torch.uint8, device=device)
+        own.zero_()
+        torch.cuda.synchronize(device)
+        return own
+
     @classmethod
-    def allocate(
-        cls, size: int, device: torch.device, *, rank: int, world_size: int, store: Any, name: str
-    ) -> SymmetricMemory:
-        """Allocate ``size`` bytes here and map everybody's. All ranks call this, and wait for one another in ``store``.
+    def map(cls, own: torch.Tensor, *, rank: int, world_size: int, store: Any, name: str) -> SymmetricMemory:
+        """Map everybody's memory. All ranks call this once all have theirs, and wait for one another in ``store``.
 
         Args:
+            own: of :meth:`allocate`.
             store: a ``torch.distributed.Store`` of these ranks alone, for this allocation alone.
             name: of the group, the same on all ranks.
         """
         if world_size == 1:
-            own = torch.zeros(size, dtype=torch.uint8, device=device)
             return cls(own, (own.data_ptr(),), None)
         from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
-        from torch.distributed import _symmetric_memory as symmetric
 
         # A process takes a name once in its life, whatever stores its Fleets met in.
         if rank == 0:
@@ -50,13 +59,10 @@ class SymmetricMemory:
         group._set_group_name(name)  # type: ignore[arg-type, unused-ignore]  # a str in some versions
         _register_process_group(name, group)  # type: ignore[arg-type, unused-ignore]
         _SymmetricMemory.set_group_info(name, rank, world_size, counting)
-        own = symmetric.empty(size, dtype=torch.uint8, device=device)
-        own.zero_()
-        torch.cuda.synchronize(device)
         # Who waits here for a rank that failed can be left alone. In torch's rendezvous it would keep a socket, whose
         # name is the process's, from the next one.
-        store.set(f"allocated/{rank}", "")
-        store.wait([f"allocated/{peer}" for peer in range(world_size)])
+        store.set(f"here/{rank}", "")
+        store.wait([f"here/{peer}" for peer in range(world_size)])
         mapping = _SymmetricMemory.rendezvous(own, name)
         return cls(own, tuple(mapping.buffer_ptrs), (mapping, counting))
 

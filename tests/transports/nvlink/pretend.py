@@ -70,11 +70,22 @@ class _Torch:
         return torch.zeros(*args, **kwargs)
 
 
-def allocate(size: int, device: torch.device, *, rank: int, world_size: int, store: Any, name: str) -> SymmetricMemory:
-    """Memory that all ranks map, each rank's in a file of its own."""
-    with tempfile.TemporaryFile(dir="/dev/shm") as file:
-        file.truncate(size)
-        own = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+_files: dict[int, Any] = {}
+"""Of memory that is allocated and not yet mapped by all, by address."""
+
+
+def allocate(size: int, device: torch.device, world_size: int) -> torch.Tensor:
+    """Memory that all ranks can map, each rank's in a file of its own."""
+    file = tempfile.TemporaryFile(dir="/dev/shm")  # noqa: SIM115 - closed when all have mapped it
+    file.truncate(size)
+    own = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+    _files[own.data_ptr()] = file
+    return own
+
+
+def share(own: torch.Tensor, *, rank: int, world_size: int, store: Any, name: str) -> SymmetricMemory:
+    size = own.nbytes
+    with _files.pop(own.data_ptr()) as file:
         store.set(f"{name}/{rank}", f"/proc/{os.getpid()}/fd/{file.fileno()}")
         everybody = []
         for peer in range(world_size):
@@ -104,7 +115,7 @@ def pretend() -> None:
     for module in (counts, engine, fleet, handle, launch, notes, outputs, streams, topology, tolerance):
         module.torch = _Torch()  # type: ignore[attr-defined]
     fleet.LIMITS = dataclasses.replace(fleet.LIMITS, device_types=frozenset({"cpu"}))
-    topology.SymmetricMemory = SimpleNamespace(allocate=allocate)  # type: ignore[assignment, misc]
+    topology.SymmetricMemory = SimpleNamespace(allocate=allocate, map=share)  # type: ignore[assignment, misc]
     signals.poll = judging.poll = poll
     judging.SLICE_NS = judging.SOON_NS = tl.constexpr(SLICE_NS)
     judging._ALONE = tl.constexpr(False)

@@ -171,23 +171,24 @@ def test_reasons_beside_graphs(layout: EpLayout) -> None:
         assert f"DispatchInputParams.x[0]: got shape [6, {H}]" in reason
 
 
-def failing_to_map(ctx: RankContext, params: FleetParams) -> list[Any]:
-    """Rank 1 fails where rank 0 waits for it in a library; both try again at once."""
+def failing_to_share(ctx: RankContext, params: FleetParams, part: str) -> list[Any]:
+    """Rank 1 fails, also where rank 0 waits for it in a library; both try again at once."""
 
-    def allocate(*_: Any, **__: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no memory left")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, MoEEpError)) as caught:
         if ctx.rank == 1:
-            patch.setattr(SymmetricMemory, "allocate", allocate)
+            patch.setattr(SymmetricMemory, part, fail)
         ctx.fleet(params)
     _, y = step(ctx.fleet(params), *ctx.mine(problem_of(0, [7, 7])))
     return [type(caught.value), getattr(caught.value, "reason", ""), y]
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs 2")
-def test_a_rank_that_cannot_map_memory() -> None:
-    (kind, reason, y), (own, _, _) = ranks()(failing_to_map, params_of(EpLayout.FLAT), world=2)
+@pytest.mark.parametrize("part", ["allocate", "map"])
+def test_a_rank_that_cannot_share_memory(part: str) -> None:
+    (kind, reason, y), (own, _, _) = ranks()(failing_to_share, params_of(EpLayout.FLAT), part, world=2)
     assert (kind, reason, own) == (MoEEpPeerError, "RuntimeError: no memory left", RuntimeError)
     assert y.isfinite().all()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,24 +104,26 @@ def test_a_later_note_is_not_taken_for_an_earlier_one(monkeypatch: pytest.Monkey
     assert told is not None and told.reason == "second"
 
 
-def failing_to_map(bootstrap: BootstrapConfig) -> list[Exception]:
+def without_memory(bootstrap: BootstrapConfig, part: str) -> list[Exception]:
+    """Rank 1 cannot do its ``part`` in sharing memory."""
     from moefleet.transports.nvlink import topology
 
     comm = ready(bootstrap)
     if bootstrap.rank == CULPRIT:
 
-        def allocate(*_: Any, **__: Any) -> Any:
+        def fail(*_: Any, **__: Any) -> Any:
             raise RuntimeError("no memory left")
 
-        topology.SymmetricMemory = SimpleNamespace(allocate=allocate)  # type: ignore[assignment, misc]
+        setattr(topology.SymmetricMemory, part, fail)
     with pytest.raises((RuntimeError, MoEEpError)) as caught:
         create_fleet(replace(bootstrap, timeout_s=60.0), PROBLEM.params(EpLayout.FLAT), backend=comm)
     return [caught.value]
 
 
-def test_a_rank_that_cannot_map_memory_is_not_waited_for() -> None:
-    """Though the others wait for it inside a library."""
-    errors = [error for (error,) in run(failing_to_map, world=WORLD, timeout_s=50)]
+@pytest.mark.parametrize("part", ["allocate", "map"])
+def test_a_rank_without_memory_is_not_waited_for(part: str) -> None:
+    """Even where the others wait for it inside a library."""
+    errors = [error for (error,) in run(without_memory, part, world=WORLD, timeout_s=50)]
     assert isinstance(errors[CULPRIT], RuntimeError) and str(errors[CULPRIT]) == "no memory left"
     for rank in (0, 2):
         assert isinstance(errors[rank], MoEEpPeerError) and errors[rank].rank == CULPRIT

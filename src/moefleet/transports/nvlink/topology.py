@@ -77,18 +77,22 @@ class Topology:
             )
         geometry = Geometry.of(spec.params, placement, rank, spec.knobs)
 
-        def allocate(store: Any) -> SymmetricMemory:
+        own: list[torch.Tensor] = []
+
+        def allocate() -> dict[str, Any]:
             with torch.cuda.device(device):
-                return SymmetricMemory.allocate(
-                    geometry.shared_bytes,
-                    device,
-                    rank=rank,
-                    world_size=world,
-                    store=PrefixStore("nvlink", store),
-                    name=f"moefleet-{meeting.fleet_id}-{meeting.generation}",
+                own.append(SymmetricMemory.allocate(geometry.shared_bytes, device, world))
+            return {}
+
+        def share(store: Any) -> SymmetricMemory:
+            name = f"moefleet-{meeting.fleet_id}-{meeting.generation}"
+            with torch.cuda.device(device):
+                return SymmetricMemory.map(
+                    own[0], rank=rank, world_size=world, store=PrefixStore("nvlink", store), name=name
                 )
 
-        memory = meeting.attend(allocate)
+        meeting.exchange("nvlink/memory", allocate)  # first: nobody holds memory while it waits for one that has none
+        memory = meeting.attend(share)
         with torch.cuda.device(device):
             engine = Engine(
                 geometry,
