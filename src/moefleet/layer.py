@@ -84,7 +84,7 @@ class MoEEpLayer(nn.Module):
         stream = stream_of(self._fleet.bootstrap)
         with beside(stream):
             y = self._forward(tensors)
-        if stream is not None and y.is_cuda:
+        if stream is not None:
             y.record_stream(torch.cuda.current_stream(y.device))
         return y
 

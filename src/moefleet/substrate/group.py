@@ -135,6 +135,7 @@ class HostGroup:
         self.waiter.publish(Word.ROUND, number)
         fence()  # who sees the state sees the number too
         self.waiter.publish(Word.STATE, State.IN_ROUND)
+        full_fence()
         self.waiter.wake_sleepers()
 
     def leave_round(self, adopted: int) -> None:
@@ -161,6 +162,7 @@ def _note_death(waiter: Waiter) -> Callable[[int], None]:
 
 
 def _depart(waiter: Waiter, rank: int, mesh: Mesh, watcher: DeathWatcher) -> None:
+    fence()  # who sees that it left sees all that it committed
     waiter.publish(Word.STATE, State.DEPARTED)
     full_fence()
     waiter.wake_sleepers()

@@ -133,6 +133,7 @@ class Waiter:
         if missing:
             self.publish(Word.WAITING_STEP, step)
             self.publish(Word.WAITING_OPERATION, operation)
+            fence()  # who sees whom this rank waits for sees in which call, too
             lost = self._sleep(peers, missing, operation, step)
             self.publish(Word.WAITING_ON, 0)
         fence()
@@ -165,7 +166,7 @@ class Waiter:
             self.publish(Word.WAITING_ON, missing[0] + 1)
             full_fence()
             gone = {peer: text for peer in missing if (text := self._gone(peer))}
-            # Flags after deaths: what a dead peer had committed counts.
+            fence()  # flags after deaths: what a dead peer had committed counts
             seen = {peer: self._words[self._blocks[peer] + flag] for peer in missing}
             for peer in [peer for peer in missing if seen[peer] < step]:
                 if peer in gone:
@@ -245,6 +246,7 @@ class Waiter:
         """Whether the peer waits for a commit that we cannot make while we wait for it."""
         if self.said(peer, Word.WAITING_ON) != self._rank + 1:
             return ""
+        fence()
         step, operation = self.said(peer, Word.WAITING_STEP), Operation.read(self.said(peer, Word.WAITING_OPERATION))
         if operation is Operation.NONE or self.committed(self._rank, operation, step):
             return ""

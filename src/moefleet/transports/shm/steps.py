@@ -178,6 +178,7 @@ class Steps:
         return True
 
     def _raise_failure(self, peer: int, operation: Operation, step: int) -> None:
+        fence()  # it may have said so just now
         header = Header.read(self._group.memory, self._segments[peer] + SegmentLayout.failure(step))
         raise MoEEpPeerError(
             f"rank {header.origin} failed in step {step}, {operation.name.lower()}: {header.reason}",
@@ -232,6 +233,7 @@ class Steps:
             epoch, trusted = self._faults.epoch, self._faults.trusted
             header = Header(self._generation, epoch, step, left[0], 0, 0, 0, True, origin, reason, trusted)
             header.write(self._group.memory, self._segments[self._group.rank] + SegmentLayout.failure(step))
+            fence()  # who sees that it failed sees why
             waiter.publish(Word.FAILED + step % SETS, 4 * step + left[0])
         if Operation.DISPATCH in left:
             waiter.mark(Operation.ROUTES, step)
