@@ -44,7 +44,11 @@ class Measured:
 
 
 def run(plan: CommPlan, notebook: Notebook, measured: Measured) -> matrix.Outcome:
-    return matrix.run(plan, notebook, measured, records)
+    return matrix.run(plan, notebook, matrix.find(plan, notebook), measured, records)
+
+
+def left(plan: CommPlan, notebook: Notebook) -> Sequence[CommCase]:
+    return matrix.remaining(plan, matrix.find(plan, notebook)).cases
 
 
 def measured_in(found: Sequence[Record]) -> list[tuple[int, int]]:
@@ -57,7 +61,7 @@ def test_an_interrupted_run_goes_on_with_the_cases_that_are_left(tmp_path: Path)
         run(PLAN, Notebook(path), Measured(stop_before=CASES[2]))
     assert len(json.loads(path.read_text())) == 2 * 3
     notebook = Notebook(path, resume=True)
-    assert matrix.remaining(PLAN, notebook).cases == CASES[2:]
+    assert left(PLAN, notebook) == CASES[2:]
     measured = Measured()
     outcome = run(PLAN, notebook, measured)
     assert measured.cases == CASES[2:]
@@ -83,8 +87,8 @@ def test_records_keep_the_order_of_the_cases_and_strangers_go(tmp_path: Path) ->
 def test_what_was_measured_otherwise_is_measured_again(change: dict[str, Any]) -> None:
     notebook = Notebook()
     run(PLAN, notebook, Measured())
-    assert not matrix.remaining(PLAN, notebook).cases
-    assert matrix.remaining(replace(PLAN, **change), notebook).cases == CASES
+    assert not left(PLAN, notebook)
+    assert left(replace(PLAN, **change), notebook) == CASES
 
 
 def test_wrong_output_is_told_again_when_its_case_is_not_measured_again() -> None:

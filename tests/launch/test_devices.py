@@ -1,4 +1,4 @@
-"""A rank takes the CPU, or the GPU of its number where there is one for each rank."""
+"""A rank takes the CPU, or the GPU of its number on its machine, where there is one for each rank."""
 
 from __future__ import annotations
 
@@ -28,3 +28,18 @@ def test_each_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(MoEEpConfigError, match="world: got 3, allowed at most 2, a GPU for each rank"):
         take_device(BootstrapConfig(3, 1), "cuda")
     assert taken == [1]
+
+
+def test_under_torchrun_a_rank_takes_the_gpu_of_its_local_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    for name, value in {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    assert take_device(BootstrapConfig(4, 3), "cuda").device == torch.device("cuda", 1)
+    assert take_device(BootstrapConfig(2, 0), "cuda").device == torch.device("cuda", 0), "one that this rank started"
+    assert taken == [1, 0]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(MoEEpConfigError, match="world: got 3, allowed at most 2, a GPU for each rank"):
+        require_device("cuda", 4)

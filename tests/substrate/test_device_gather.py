@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moefleet.substrate import device_gather
-from moefleet.substrate.device_gather import DEVICE, beside, upload
+from moefleet.substrate.device_gather import DEVICE, tensors_at, upload
 from moefleet.substrate.gather import HOST
 
 
@@ -30,7 +30,7 @@ def test_arrays_of_any_type_come_in_one_transfer() -> None:
 
 def test_what_is_there_already_stays() -> None:
     index = torch.arange(3)
-    first, second, third = beside(torch.zeros(1), np.array([4]), index, np.array([5.0]))
+    first, second, third = tensors_at(torch.zeros(1), np.array([4]), index, np.array([5.0]))
     assert (first.tolist(), third.tolist()) == ([4], [5.0]) and second is index
 
 

@@ -106,11 +106,6 @@ class CommCase:
             "combine_input": self.combine_input.value,
         }
 
-    @property
-    def why_not_captured(self) -> str:
-        """Why there are no graphs of its steps, whatever the transport; empty if there can be."""
-        return "steps without experts are captured by bench comm --device cuda"
-
     def __str__(self) -> str:
         return f"{self.world} ranks, {self.layout.value}, {self.tokens} tokens"
 

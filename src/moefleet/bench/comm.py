@@ -26,6 +26,7 @@ from ..launch.pool import usable_cores
 from ..launch.torchrun import TorchrunPool, ranks
 from . import cpu, rank
 from .cases import GLOO_RAW, GRAPH, CommCase
+from .layers import LayerCase
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def candidates_for(case: CommCase, wanted: Sequence[str] = (), device: str = "cp
     """
     names, left_out = [], {}
     known = [*available_backends(), *case.yardsticks]
-    if device == "cuda":
+    if device == "cuda" and isinstance(case, LayerCase):  # bench comm captures by itself, see gpu.py
         known = [each for name in known for each in (name, name + GRAPH)]
     for name in wanted or known:
         if name not in known:
@@ -161,7 +162,7 @@ def _why_not(name: str, case: CommCase, device: str) -> str:
         return "" if dist.is_gloo_available() else "this build of torch has no gloo"
     transport, graph, _ = name.partition(GRAPH)
     capability = probe(transport, BootstrapConfig(case.world, 0, device=device), case.params)
-    if graph and not capability.reason:
+    if graph and isinstance(case, LayerCase) and not capability.reason:
         return case.why_not_captured if "graphs" in capability.features else "its steps need the host in between"
     return capability.reason
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -87,9 +87,8 @@ class ModelCase:
         return ids if rank is None else ids.tensor_split(self.world)[rank]
 
 
-@dataclass(frozen=True)
-class Text:
-    """What one process generated.
+class Text(TypedDict):
+    """What one process generated: a dict, which ranks under torchrun can send as it is.
 
     Attributes:
         tokens: ``[B, N]`` of its sequences.
@@ -201,7 +200,7 @@ def _generate(
         seconds.append(perf_counter() - start)
         if phases is not None:
             within.append(phases())
-    return Text(torch.cat(tokens, 1).tolist(), np.array(seconds), np.array(within))
+    return Text(tokens=torch.cat(tokens, 1).tolist(), seconds=np.array(seconds), phases=np.array(within))
 
 
 def _vocabulary(model: Any) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -25,6 +24,7 @@ from .cases import ROUTINGS, CommCase
 from .gpu_candidate import GpuCandidate, TransportCandidate
 from .gpu_peers import PEERS, Pool
 from .gpu_timing import alternating_us, capture, eager_us, meet, phases_us
+from .rank import join
 
 LEAST_ROOM = 128
 """``max_tokens_per_rank`` of all candidates, at least: what NCCL-EP asks for."""
@@ -104,15 +104,8 @@ def measure_here(bootstrap: BootstrapConfig, plan: GpuPlan) -> GpuRun:
 
 def enter(bootstrap: BootstrapConfig, timeout_s: float) -> None:
     """Take this rank's GPU and join its peers, by NCCL for tensors and gloo for words."""
-    mine = take_device(bootstrap, "cuda")
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
-        store=mine.tcp_store,
-        rank=mine.rank,
-        world_size=mine.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=torch.device("cuda", mine.rank),
-    )
+    mine = replace(take_device(bootstrap, "cuda"), timeout_s=timeout_s)
+    join(mine, "cpu:gloo,cuda:nccl", torch.device("cuda", torch.cuda.current_device()))
 
 
 def measure_case(case: CommCase, plan: GpuPlan) -> GpuResult:

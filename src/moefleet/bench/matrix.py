@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, TypeVar
 
+from ..launch.torchrun import first_says
 from .notebook import Notebook
-from .records import Record
+from .records import Record, record_of
 
 
 class Plan(Protocol):
@@ -25,6 +27,8 @@ class Plan(Protocol):
 
 
 P = TypeVar("P", bound=Plan)
+Known: TypeAlias = Sequence[Sequence[Record]]
+"""For each case of a plan its records; none where it has to be measured."""
 
 
 @dataclass
@@ -44,14 +48,43 @@ class Outcome:
     reused: int = 0
 
 
-def remaining(plan: P, notebook: Notebook) -> P:
-    """The plan with the cases that the notebook does not have."""
-    return replace(plan, cases=[case for case in plan.cases if not _known(plan, case, notebook)])  # type: ignore[type-var]
+def begin(plan: Plan, path: Path | None, *, resume: bool) -> tuple[Notebook, Known]:
+    """Open the notebook of a run, and find what it has.
+
+    Under torchrun the first rank alone reads and writes the file, and tells the others what it found, so that all
+    measure the same cases; theirs is in memory.
+
+    Args:
+        path, resume: as for :class:`Notebook`.
+
+    Raises:
+        MoEEpConfigError: as there, on all ranks.
+    """
+    notebook = Notebook()
+
+    def read() -> list[list[dict[str, Any]]]:
+        nonlocal notebook
+        notebook = Notebook(path, resume=resume)
+        return [[asdict(record) for record in of_case] for of_case in find(plan, notebook)]
+
+    found = first_says(read)
+    return notebook, [[record_of(fields) for fields in of_case] for of_case in found]
+
+
+def find(plan: Plan, notebook: Notebook) -> Known:
+    """What the notebook has of each case of a plan."""
+    return [_known(plan, case, notebook) for case in plan.cases]
+
+
+def remaining(plan: P, known: Known) -> P:
+    """The plan with the cases that have to be measured."""
+    return replace(plan, cases=[case for case, of_case in zip(plan.cases, known) if not of_case])  # type: ignore[type-var]
 
 
 def run(
     plan: P,
     notebook: Notebook,
+    known: Known,
     measure: Callable[[P, Callable[[Any], None]], Iterator[Any]],
     records: Callable[[P, Any], list[Record]],
     on_tick: Callable[[Any], None] = lambda case: None,
@@ -59,15 +92,15 @@ def run(
     """Fill the notebook case by case; in the end it has the records of all cases, in their order, and no others.
 
     Args:
+        known: what is not measured again.
         measure: yields the results of a plan's cases one by one.
         records: of a result.
         on_tick: called as the plan that is left says by its ``ticks``.
     """
     outcome = Outcome()
-    kept = {number: _known(plan, case, notebook) for number, case in enumerate(plan.cases)}
-    results = measure(remaining(plan, notebook), on_tick)
-    notebook.replace([record for of_case in kept.values() for record in of_case])
-    for of_case in kept.values():
+    results = measure(remaining(plan, known), on_tick)
+    notebook.replace([record for of_case in known for record in of_case])
+    for of_case in known:
         if of_case:
             outcome.reused += 1
             wrong = sorted({record.transport for record in of_case if record.valid is False})

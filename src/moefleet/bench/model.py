@@ -164,10 +164,10 @@ def _measure_case(
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             of_ranks = generate(name)
-            texts[name] = [tokens for text in of_ranks for tokens in text.tokens]
+            texts[name] = [tokens for text in of_ranks for tokens in text["tokens"]]
             if number < plan.warmup:
                 continue
-            plain[name].append(np.stack([text.seconds for text in of_ranks]))
+            plain[name].append(np.stack([text["seconds"] for text in of_ranks]))
             if name != ALONE:
                 timed[name].append(np.mean([_phases(text) for text in generate(name, timed=True)], axis=0))
         on_tick(case)
@@ -180,8 +180,8 @@ def _measure_case(
 
 def _phases(text: Text) -> npt.NDArray[np.float64]:
     """``[N - 1, 5]``: of each decode step the phases, and the rest."""
-    rest = text.seconds - text.phases.sum(1)
-    return np.concatenate([text.phases, rest[:, None]], axis=1)[1:]
+    rest = text["seconds"] - text["phases"].sum(1)
+    return np.concatenate([text["phases"], rest[:, None]], axis=1)[1:]
 
 
 def _by_phase(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import config_error
-from .records import KINDS, Record, to_json
+from .records import Record, record_of, to_json
 
 
 class Notebook:
@@ -18,16 +18,15 @@ class Notebook:
     Args:
         path: where they are written; ``None`` keeps them in memory only.
         resume: begin with those that are there.
-        writes: ``False`` for a process beside the one that writes the same file.
 
     Raises:
         MoEEpConfigError: the folder does not exist, or the file holds something else.
     """
 
-    def __init__(self, path: Path | None = None, *, resume: bool = False, writes: bool = True) -> None:
+    def __init__(self, path: Path | None = None, *, resume: bool = False) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise config_error("--json", path, "a file in a folder that exists")
-        self._path = path if writes else None
+        self._path = path
         self.records: list[Record] = _read(path) if resume and path is not None and path.exists() else []
 
     def find(self, facts: Mapping[str, Any], names: Sequence[str]) -> list[Record]:
@@ -50,7 +49,7 @@ class Notebook:
 
 def _read(path: Path) -> list[Record]:
     try:
-        return [KINDS[fields["what"]](**fields) for fields in json.loads(path.read_text())]
+        return [record_of(fields) for fields in json.loads(path.read_text())]
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise config_error(
             "--resume", f"{path} ({error!r})", "a file that this version wrote with --json", "leave --resume away"

@@ -99,19 +99,25 @@ _candidates: dict[str, Candidate] = {}
 """What this process keeps from :func:`open_case` to :func:`close_case`."""
 
 
+def join(mine: BootstrapConfig, backend: str, gpu: torch.device | None = None) -> None:
+    """Meet the other ranks in the default process group; ``gpu``: the one whose tensors it is for."""
+    dist.init_process_group(
+        backend,
+        store=mine.tcp_store,
+        rank=mine.rank,
+        world_size=mine.world_size,
+        timeout=timedelta(seconds=mine.timeout_s),
+        device_id=gpu,
+    )
+
+
 def open_case(
     bootstrap: BootstrapConfig, build: Build, case: Any, names: Sequence[str], timeout_s: float, device: str
 ) -> None:
     """Build all candidates of a case side by side, on this rank's ``device``."""
     with _leaving_on_error():
         mine = replace(take_device(bootstrap, device), timeout_s=timeout_s)
-        dist.init_process_group(
-            "gloo",
-            store=bootstrap.tcp_store,
-            rank=bootstrap.rank,
-            world_size=bootstrap.world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        join(mine, "gloo")
         _barriers.append(Barrier(mine))
         if device == "cpu":  # the gloo group is no group for GPU tensors
             mine = replace(mine, process_group=dist.group.WORLD)

@@ -184,6 +184,15 @@ def _cpu_model() -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
+def record_of(fields: Mapping[str, Any]) -> Record:
+    """The record that ``asdict`` made a dict of.
+
+    Raises:
+        KeyError, TypeError: it is none.
+    """
+    return KINDS[fields["what"]](**fields)
+
+
 def to_json(found: Iterable[Record]) -> str:
     """A JSON list of objects, one for each record."""
     return json.dumps([asdict(record) for record in found], indent=2) + "\n"

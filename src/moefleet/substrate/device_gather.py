@@ -33,7 +33,7 @@ def gather_blocks(
     if places is None:
         sizes = np.asarray(counts, np.int64)
         places = np.arange(len(rows)) + (np.asarray(starts, np.int64) - (np.cumsum(sizes) - sizes)).repeat(sizes)
-    to, index = beside(table, places, rows)
+    to, index = tensors_at(table, places, rows)
     out.index_copy_(0, to, table.index_select(0, index))
 
 
@@ -41,13 +41,13 @@ def sum_bags(table: torch.Tensor, rows: Ints, bag: Ints) -> torch.Tensor:
     """See :func:`moefleet.substrate.gather.sum_bags`."""
     if not len(rows):
         return table.new_zeros(len(bag) - 1, table.shape[1])
-    index, edges = beside(table, rows, bag)
+    index, edges = tensors_at(table, rows, bag)
     return torch.embedding_bag(table, index, edges, False, 0, False, None, True)[0]
 
 
 def weighted_sum_bags(table: torch.Tensor, rows: Ints, weight: np.ndarray, bag: Ints, out: torch.Tensor) -> None:
     """See :func:`moefleet.substrate.gather.weighted_sum_bags`."""
-    index, weights, edges = beside(table, rows, weight, bag)
+    index, weights, edges = tensors_at(table, rows, weight, bag)
     most = max(1, _CHUNK_BYTES // (4 * table.shape[1]))
     first = 0
     while first < len(out):
@@ -61,7 +61,7 @@ def weighted_sum_bags(table: torch.Tensor, rows: Ints, weight: np.ndarray, bag: 
         first = last
 
 
-def beside(table: torch.Tensor, *numbers: np.ndarray | torch.Tensor) -> list[torch.Tensor]:
+def tensors_at(table: torch.Tensor, *numbers: np.ndarray | torch.Tensor) -> list[torch.Tensor]:
     """Numbers of the host as tensors where the table is; those that are tensors already are left as they are."""
     host = [each for each in numbers if isinstance(each, np.ndarray)]
     if not table.is_cuda:

@@ -44,7 +44,7 @@ from tests.strategies import LAYOUTS, Problem, make_problem
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")]
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name.lower())
-worlds = pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.skipif(GPUS < 2, reason="needs 2"))])
+worlds = pytest.mark.parametrize("world", [1, 2])  # ranks may share a GPU
 SIZES = (0, 1, 7, 32)
 E, K, H, I = 6, 2, 64, 32  # noqa: E741 - the legend's letters
 
@@ -161,7 +161,6 @@ def failing_beside_graphs(ctx: RankContext, params: FleetParams) -> list[Any]:
     return told
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2")
 @layouts
 def test_reasons_beside_graphs(layout: EpLayout) -> None:
     theirs, own = ranks()(failing_beside_graphs, params_of(layout), world=2)
@@ -185,7 +184,6 @@ def failing_to_share(ctx: RankContext, params: FleetParams, part: str) -> list[A
     return [type(caught.value), getattr(caught.value, "reason", ""), y]
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2")
 @pytest.mark.parametrize("part", ["allocate", "map"])
 def test_a_rank_that_cannot_share_memory(part: str) -> None:
     (kind, reason, y), (own, _, _) = ranks()(failing_to_share, params_of(EpLayout.FLAT), part, world=2)

@@ -65,3 +65,21 @@ def test_what_comes_for_a_step_that_has_failed_is_not_kept() -> None:
         bus.abandon(1)
     assert not any(bus.owes() for bus in all_of_them)
     assert not any(bus._letters or bus._pending for bus in all_of_them)
+
+
+def test_a_phase_that_becomes_complete_in_the_round_in_which_its_step_fails() -> None:
+    """Rank 0 sends for step 2 first, so that its rows of step 1 come with what rank 1 says of the next phase."""
+    first, second, third = all_of_them = buses(3)
+    first.post(ready(2, Operation.DISPATCH), parcel(3))
+    second.post(ready(1, Operation.DISPATCH), parcel(3))
+    third.post(ready(1, Operation.DISPATCH), parcel(3))
+    first.post(ready(1, Operation.DISPATCH), parcel(3))
+    second.post(Status(Kind.FAILED, 1, Operation.COMBINE, origin=1, reason="no"))
+    third.post(ready(2, Operation.DISPATCH), parcel(3))
+    for bus in all_of_them:
+        bus.advance()
+        with pytest.raises(MoEEpPeerError, match="rank 1 failed in step 1, combine: no"):
+            bus.take(1, Operation.DISPATCH)
+        bus.abandon(1)
+    assert [bus.error for bus in all_of_them] == [None] * 3
+    assert not any(bus.owes() or bus._complete for bus in all_of_them)

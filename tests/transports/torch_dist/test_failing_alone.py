@@ -5,6 +5,7 @@ Random programs of this are in ``test_interleavings.py``; here real processes do
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from moefleet import (
     MoEEpPeerError,
     MoEEpTransportError,
 )
+from moefleet.transports.torch_dist import janitor
 from tests.conformance.comparing import check_results
 from tests.conformance.context import RankContext, compute, made, routed, sent, step
 from tests.strategies import Problem, make_problem
@@ -98,6 +100,35 @@ def test_destroying_waits_for_nobody_and_is_heard_of() -> None:
     for first, second in by_rank[1:]:
         assert isinstance(first, MoEEpPeerError) and first.rank == 0 and "handle was destroyed" in first.reason
         assert isinstance(second, MoEEpPeerError | MoEEpTransportError), second
+
+
+def leave_before_the_last_comes(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:
+    """Ranks 0 and 1 fail alone and leave at the same time, while the group still waits for rank 2."""
+    fleet, (x, ids, weights) = ctx.fleet(params), ctx.mine(problem)
+    patience, janitor._LAST_S = janitor._LAST_S, 0.05
+    try:
+        if ctx.rank == 2:
+            ctx.meet("long ago")
+            return caught(lambda: step(fleet, x, ids, weights))
+        handle = routed(fleet, ids, weights)
+        handle.dispatch_send_only(sent(x))
+        handle.give_up(ZeroDivisionError(f"mistake of rank {ctx.rank}"))
+        handle.destroy()
+        fleet.destroy()
+        for thread in threading.enumerate():
+            if thread.name == "moefleet-janitor":
+                thread.join(0.5)  # it goes on; one that does not wait for rank 2 would have ended by now
+        ctx.meet("long ago")
+        return None
+    finally:
+        janitor._LAST_S = patience
+
+
+def test_the_last_to_come_hears_why_the_others_have_left() -> None:
+    problem = make_problem(0, 3, 5, 4, 2, [3, 2, 4])
+    error = gloo_ranks()(leave_before_the_last_comes, problem.params(), problem)[2]
+    assert isinstance(error, MoEEpPeerError) and error.rank in (0, 1), error
+    assert str(error) == f"rank {error.rank} failed in step 1, combine: ZeroDivisionError: mistake of rank {error.rank}"
 
 
 def two_open(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:

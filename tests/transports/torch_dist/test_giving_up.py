@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from moefleet import MoEEpPeerError
-from moefleet.fleet.witness import ENDED
+from moefleet.fleet.witness import ENDED, STOPPED
 from moefleet.substrate.control import Operation
 from moefleet.transports.torch_dist import janitor, steps
-from moefleet.transports.torch_dist.presence import LEFT
+from moefleet.transports.torch_dist.presence import LEFT, WAITS
 from tests.transports.torch_dist.test_bus import buses
 
 HOURS_S = 10_000.0
 
 
 class Gone:
-    """A presence that finds rank 1 gone in this way."""
+    """A presence that finds rank 1 gone in this way, and knows this of rank 2 whenever it is asked."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, of_2: Iterable[str] = (WAITS,) * 2) -> None:
+        self._what, self._of_2 = what, iter(of_2)
 
     def find_gone(self, seconds: float) -> dict[int, str]:
-        return {1: self._what} if self._what else {}
+        return {1: self._what}
+
+    def others(self, round_: int) -> dict[int, str]:
+        return {1: self._what, 2: next(self._of_2)}
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
@@ -38,6 +42,19 @@ def test_a_rank_that_is_gone_is_not_waited_for_until_the_time_out(what: str, mon
     with pytest.raises(MoEEpPeerError, match="rank 0 waits in dispatch of step 1: rank 1") as caught:
         waiting.collect(waiting.begin(), Operation.DISPATCH)
     assert (caught.value.rank, caught.value.reason) == (1, what)
+
+
+@pytest.mark.parametrize("of_2", ["", STOPPED])
+def test_a_rank_that_has_left_is_not_named_before_the_others_have_come(
+    of_2: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only then can the round end with which it may have said why it left."""
+    monkeypatch.setattr(steps, "_LOOK_S", 0.01)
+    bus, looks = buses(3)[0], iter([of_2] * 4 + [WAITS] * 2)
+    waiting = steps.Steps(bus, Gone(LEFT, looks), janitor.Janitor(bus, HOURS_S), HOURS_S)  # type: ignore[arg-type]
+    with pytest.raises(MoEEpPeerError, match="rank 1 has left"):
+        waiting.collect(waiting.begin(), Operation.DISPATCH)
+    assert list(looks) == []
 
 
 @pytest.mark.parametrize("why", ["gone", "broken"])

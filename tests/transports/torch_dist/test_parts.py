@@ -13,6 +13,7 @@ from moefleet.placement import Placement
 from moefleet.substrate.control import REASON_BYTES, Operation
 from moefleet.substrate.gather import HOST
 from moefleet.substrate.routes import homecoming
+from moefleet.transports.torch_dist import wire
 from moefleet.transports.torch_dist.parcel import Departures, Parcel
 from moefleet.transports.torch_dist.presence import Presence
 from moefleet.transports.torch_dist.sizing import BlockSize
@@ -97,6 +98,28 @@ def test_departures_and_parcels() -> None:
         assert torch.equal(block[: 8 * len(tokens)].view(torch.float32).view(-1, 2), x[tokens])
         assert block[40 - len(tokens) : 40].tolist() == [100 + token for token in tokens]
     assert torch.equal(parcel.gathered(HOST).table, x[[0, 3, 0, 2]])
+
+
+def test_memory_of_a_lease_is_used_again_where_it_is_large_enough() -> None:
+    ours = wire.Wire(None, torch.device("cpu"), None)
+    first = ours.lease(100)
+    memory = first.memory.data_ptr()
+    del first
+    second = ours.lease(50)
+    assert second.memory.data_ptr() == memory and second.memory.shape == (50,)
+    assert ours.lease(50).memory.data_ptr() != memory, "the second has not ended"
+    del second
+    assert ours.lease(1000).memory.shape == (1000,)
+
+
+def test_the_stream_of_a_handle_is_made_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "stream_at", lambda raw, device: (raw, device), raising=False)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    gpu = torch.device("cuda", 1)
+    assert wire.on_stream(gpu, 7) == (7, gpu)
+    for current in (wire.on_stream(gpu, 0), wire.on_stream(torch.device("cpu"), 7)):
+        with current:
+            pass
 
 
 def test_presence_knows_who_is_gone_without_a_store() -> None:

@@ -28,14 +28,13 @@ def run(
 ) -> None:
     """Measure a plan, write and show its records, and exit with 1 where an output was wrong.
 
-    Under torchrun all ranks measure, and the first one writes and shows.
+    Under torchrun all ranks measure, and the first one reads, writes and shows.
 
     Args:
         plan, measure, records: as for :func:`moefleet.bench.matrix.run`.
         json, resume, plot: the options.
     """
     from ...bench import matrix
-    from ...bench.notebook import Notebook
     from ...bench.plot import plot as draw
     from ...bench.plot import require_plot
     from ...bench.records import to_json
@@ -46,11 +45,11 @@ def run(
         raise typer.BadParameter("--resume needs --json FILE: the records are there")
     if plot is not None:
         require_plot(plot)
-    notebook = Notebook(Path(json) if to_file else None, resume=resume, writes=reports())
-    left = matrix.remaining(plan, notebook)
+    notebook, known = matrix.begin(plan, Path(json) if to_file else None, resume=resume)
+    left = matrix.remaining(plan, known)
     try:
         with _progress(left.ticks, shown=reports()) as on_tick:
-            outcome = matrix.run(plan, notebook, measure, records, on_tick)
+            outcome = matrix.run(plan, notebook, known, measure, records, on_tick)
     except KeyboardInterrupt:
         if to_file:
             typer.echo(

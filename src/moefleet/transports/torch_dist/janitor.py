@@ -37,7 +37,8 @@ class Janitor:
         """Let what was posted get out, then call ``close(clean)``; ``clean``: whether no collective is under way.
 
         One that waits for a rank that has left or ended never ends, and on a GPU holds up what waits for the GPU as a
-        whole. So it is given up soon after ``anybody_gone()``, or once the group is broken.
+        whole. So it is given up soon after ``anybody_gone()``, which is to be True on GPUs alone, or once the group is
+        broken. Elsewhere what was posted has until the patience is over: others may come late.
         """
         self._bus.advance()
         if self._is_quiet():

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...substrate.device_gather import beside
+from ...substrate.device_gather import tensors_at
 from ...substrate.gather import Movements
 from ...substrate.routes import Homecoming, Ints, count_to
 from .status import Inline
@@ -99,4 +99,4 @@ class Parcel(NamedTuple):
     def _gathered(self, table: torch.Tensor) -> torch.Tensor:
         if self.rows is None:
             return table
-        return table.index_select(0, *beside(table, self.rows))
+        return table.index_select(0, *tensors_at(table, self.rows))

@@ -7,6 +7,7 @@ import time
 
 from ...errors import MoEEpError, MoEEpPeerError, MoEEpTimeoutError, MoEEpTransportError
 from ...fleet.stepping import StepWindow, blame
+from ...fleet.witness import ENDED
 from ...substrate.control import Operation
 from ...substrate.waiting import POLL_S
 from .bus import Bus
@@ -120,11 +121,17 @@ class Steps(StepWindow):
             wait.told = self._bus.rounds
             self._presence.say_waiting(wait.told)
         gone = self._presence.find_gone(0.0)
+        if LEFT in gone.values() and not self._all_have_come():
+            gone = {peer: what for peer, what in gone.items() if what != LEFT}  # those may have told why before
         for peer, what in gone.items():
-            if peer in wait.gone:  # seen twice: what it sent before that has come by now
+            if peer in wait.gone:  # seen twice: what it may have sent before that has come by now, if it comes
                 told = " has left (destroyed its Fleet)" if what == LEFT else f": {what}; {_ADVICE}"
                 raise MoEEpPeerError(f"{wait.where}rank {peer}{told}", rank=peer, reason=what)
         wait.gone = set(gone)
+
+    def _all_have_come(self) -> bool:
+        """Whether no rank is left for which the round may still wait, but those that are gone."""
+        return all(known in (WAITS, LEFT, ENDED) for known in self._presence.others(self._bus.rounds).values())
 
     def _late(self, wait: _Wait) -> MoEEpTimeoutError:
         others = self._presence.others(self._bus.rounds)

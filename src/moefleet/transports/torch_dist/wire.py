@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ...fleet.streams import stream_at
 from ...substrate.device_gather import movements, upload
 from .status import Bytes
 
@@ -248,4 +249,4 @@ def on_stream(device: torch.device, raw: int) -> AbstractContextManager[Any]:
     """A context in which work on ``device`` goes to the stream with this raw handle; 0 is the current one."""
     if device.type != "cuda" or raw == 0:
         return _ANY_STREAM
-    return torch.cuda.stream(torch.cuda.ExternalStream(raw, device))
+    return torch.cuda.stream(stream_at(raw, device))
