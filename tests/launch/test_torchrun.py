@@ -137,7 +137,9 @@ class Poison:
 
 
 @pytest.mark.parametrize(
-    "said", [pickle.dumps(Poison()), pickle.dumps((1, 2)), b'{"neither": 1}', b"[]", b"3", b'{"dict": 3}']
+    "said",
+    [pickle.dumps(Poison()), pickle.dumps((1, 2)), b'{"neither": 1}', b"[]", b"3", b'{"dict": 3}'],
+    ids=["poison", "pickle", "other keys", "list", "number", "no dict"],
 )
 def test_what_is_no_result_is_refused_and_never_unpickled(one_of_one: None, said: bytes) -> None:
     pool = TorchrunPool(1, threads_per_rank=1)
