@@ -3,6 +3,8 @@
 
 #include "moefleet.h"
 
+#include <sched.h>
+
 /* How far a call came. */
 enum { ROUTES_COMMITTED, COMMITTED, REFUSED, DONE };
 
@@ -22,6 +24,7 @@ int64_t moefleet_dispatch(Fleet *fleet, Inbox *inbox, int64_t step, int64_t roun
         for (int64_t rank = 0; rank < fleet->rank; rank++)
             before[rank >> 3] |= (uint8_t)(taking[rank >> 3] & 1 << (rank & 7));
         moefleet_commit(fleet, ROUTES, step, round, count, placed, topk, dtype, taking, everybody);
+        sched_yield(); /* who shares this core has routing that others wait for, before this rank moves its rows */
         if (!moefleet_collect(fleet, ROUTES, step, before))
             return ROUTES_COMMITTED;
     }
