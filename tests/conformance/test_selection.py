@@ -12,7 +12,7 @@ import torch
 from moefleet import MoEEpUnknownBackendError, available_backends, probe
 from tests.conformance.pool import shared_pool
 from tests.conformance.ranks import Ranks
-from tests.conformance.transports import Transport, chosen
+from tests.conformance.transports import NCCL_SHARES, Transport, chosen
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,9 +49,12 @@ def test_a_transport_asked_for_by_name_must_be_available(monkeypatch: pytest.Mon
 
 def test_ranks_on_gpus_that_only_one_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv(NCCL_SHARES, raising=False)
     capability = probe("torch_dist")
     assert [Transport(name, capability).most_ranks("cuda") for name in ("torch_dist", "nvlink", "mine")] == [2, 4, 2]
     assert Transport("torch_dist", capability).most_ranks("cpu") == 4
+    monkeypatch.setenv(NCCL_SHARES, "1")
+    assert Transport("torch_dist", capability).most_ranks("cuda") == 4
 
 
 def test_fewer_ranks_than_a_test_has_elsewhere() -> None:

@@ -33,6 +33,9 @@ PROMISED_BY_OWN = {
 }
 """What transports of this package promise without saying so."""
 
+NCCL_SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""With 1, NCCL from 2.30 on lets ranks share a GPU; without it, it refuses them."""
+
 
 @dataclass(frozen=True)
 class Transport:
@@ -47,6 +50,8 @@ class Transport:
 
     def has(self, promise: str) -> bool:
         assert promise in PROMISES, f"{promise!r} is not one of {sorted(PROMISES)}"
+        if (self.name, promise) == ("torch_dist", "shared_devices"):
+            return os.environ.get(NCCL_SHARES) == "1"
         return promise in self.capability.features or promise in PROMISED_BY_OWN.get(self.name, ())
 
     def most_ranks(self, device: str) -> int:

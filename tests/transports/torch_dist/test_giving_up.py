@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from moefleet import MoEEpPeerError
+from moefleet import BootstrapConfig, FleetParams, MoEEpPeerError, create_fleet
 from moefleet.fleet.witness import ENDED, STOPPED
 from moefleet.substrate.control import Operation
 from moefleet.transports.torch_dist import janitor, steps
+from moefleet.transports.torch_dist.fleet import TorchDistFleet
 from moefleet.transports.torch_dist.presence import LEFT, WAITS
 from tests.transports.torch_dist.test_bus import buses
 
@@ -71,3 +72,30 @@ def test_a_group_is_let_go_of_soon_where_its_collectives_never_end(why: str, mon
 
     janitor.Janitor(bus, HOURS_S).finish(close, lambda: why == "gone")
     assert closed.wait(30) and told == [False]
+
+
+class Communicator:
+    """A NCCL group of ours that notes when it is aborted."""
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def name(self) -> str:
+        return "nccl"
+
+    def abort(self) -> None:
+        self._told.append("abort")
+        raise RuntimeError("as some versions do")
+
+
+def test_a_group_is_aborted_once_and_before_anything_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing memory waits for the GPU, and the GPU for collectives that only end when the group does."""
+    params = FleetParams(2, 4, 8, dtype_bytes=4)
+    fleet = create_fleet(BootstrapConfig(1, 0, device="cpu"), params, backend="torch_dist")
+    assert isinstance(fleet, TorchDistFleet)
+    told: list[str] = []
+    drop = fleet.bus.drop
+    monkeypatch.setattr(fleet.bus, "drop", lambda: (told.append("drop"), drop()))
+    fleet._group.handle = Communicator(told)
+    fleet.destroy()
+    assert told == ["abort", "drop"]

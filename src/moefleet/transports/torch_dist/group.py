@@ -95,7 +95,7 @@ class Group:
     _kept: weakref.finalize[[Any], Any] | None
 
     def __init__(self, bootstrap: BootstrapConfig, device: torch.device, meeting: Meeting) -> None:
-        self.limit_s, self._kept = None, None
+        self.limit_s, self._kept, self._aborted = None, None, False
         given, backend = bootstrap.process_group, backend_of(bootstrap, device)
         kind = ("nccl" if device.type == "cuda" else "gloo") if backend is None else backend.name()
         if kind in ("gloo", "nccl"):
@@ -113,22 +113,28 @@ class Group:
                 self.close(clean=False)
                 raise
 
+    def abort(self) -> None:
+        """End collectives of a NCCL group of ours that never would: what is freed afterwards may wait for the GPU."""
+        if self._aborted or self._kept is None or not self._kept.alive or self.handle.name() != "nccl":
+            return
+        self._aborted = True
+        with contextlib.suppress(Exception):
+            self.handle.abort()
+
     def close(self, clean: bool) -> None:
         """Let go of it: what is ours ends here, what was adopted is left alone. Waits for nobody.
 
         Args:
             clean: no collective is under way.
         """
-        handle, self.handle = self.handle, None
+        self.abort()
+        self.handle = None
         if self._kept is None or not self._kept.alive:
             return
         if clean:
             self._kept.detach()
         else:
             self._kept()
-        if handle.name() == "nccl":
-            with contextlib.suppress(Exception):
-                handle.abort()
 
 
 def _keep(handle: Any) -> None:
