@@ -104,6 +104,19 @@ static inline void store1(int type, char *to, float value, int away)
     }
 }
 
+static inline void store_columns(int type, char *to, const Lanes *sums, int away, int stream)
+{
+    int64_t size = type == FLOAT32 ? 4 : 2;
+    char done[4 * COLUMNS];
+    for (int i = 0; i < REGISTERS; i++)
+        store(type, done + i * WIDTH * size, sums[i], away);
+    if (stream)
+        for (int64_t i = 0; i < COLUMNS * size; i += LINE)
+            stream_line(to + i, done + i);
+    else
+        memcpy(to, done, (size_t)(COLUMNS * size));
+}
+
 /* The sum for one row type, which the compiler knows here, as it knows whether there are weights. */
 static inline void sum_typed(int type, int weighted, char *to, const char *const *rows, const float *weights,
                              int64_t count, int64_t hidden, int away, int stream)
@@ -111,7 +124,6 @@ static inline void sum_typed(int type, int weighted, char *to, const char *const
     int64_t size = type == FLOAT32 ? 4 : 2, at = 0;
     for (; at + COLUMNS <= hidden; at += COLUMNS) {
         Lanes sums[REGISTERS] = {{0}};
-        char done[4 * COLUMNS];
         for (int64_t k = 0; k < count; k++) {
             const char *row = rows[k] + at * size;
             for (int i = 0; i < REGISTERS; i++) {
@@ -119,13 +131,7 @@ static inline void sum_typed(int type, int weighted, char *to, const char *const
                 sums[i] = weighted ? fused(weights[k], values, sums[i]) : sums[i] + values;
             }
         }
-        for (int i = 0; i < REGISTERS; i++)
-            store(type, done + i * WIDTH * size, sums[i], away);
-        if (stream)
-            for (int64_t i = 0; i < COLUMNS * size; i += LINE)
-                stream_line(to + at * size + i, done + i);
-        else
-            memcpy(to + at * size, done, (size_t)(COLUMNS * size));
+        store_columns(type, to + at * size, sums, away, stream);
     }
     for (; at < hidden; at++) {
         float sum = 0.0f;
@@ -159,7 +165,9 @@ static inline Lanes as_stored(int type, Lanes values)
 {
     if (type == FLOAT32)
         return values;
-    return type == BFLOAT16 ? lanes_from_bfloat16(lanes_to_bfloat16(values, 0)) : lanes_from_float16(lanes_to_float16(values));
+    if (type == BFLOAT16)
+        return lanes_from_bfloat16(lanes_to_bfloat16(values, 0));
+    return lanes_from_float16(lanes_to_float16(values));
 }
 
 static inline float as_stored1(int type, float value)
@@ -175,7 +183,6 @@ static inline void sum_groups_typed(int type, char *to, const char *const *rows,
     int64_t size = type == FLOAT32 ? 4 : 2, at = 0;
     for (; at + COLUMNS <= hidden; at += COLUMNS) {
         Lanes sums[REGISTERS] = {{0}};
-        char done[4 * COLUMNS];
         for (int64_t g = 0, k = 0; g < groups; g++) {
             Lanes part[REGISTERS] = {{0}};
             for (; k < ends[g]; k++)
@@ -184,13 +191,7 @@ static inline void sum_groups_typed(int type, char *to, const char *const *rows,
             for (int i = 0; i < REGISTERS; i++)
                 sums[i] += as_stored(type, part[i]);
         }
-        for (int i = 0; i < REGISTERS; i++)
-            store(type, done + i * WIDTH * size, sums[i], away);
-        if (stream)
-            for (int64_t i = 0; i < COLUMNS * size; i += LINE)
-                stream_line(to + at * size + i, done + i);
-        else
-            memcpy(to + at * size, done, (size_t)(COLUMNS * size));
+        store_columns(type, to + at * size, sums, away, stream);
     }
     for (; at < hidden; at++) {
         float sum = 0.0f;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from functools import lru_cache
 from typing import NamedTuple
 
 WORDS_PER_LINE = 8
@@ -82,6 +83,12 @@ TOKENS_AT = _HEADER.size - 16
 """Byte at which a header holds ``tokens``. All before it is equal on ranks that are in the same call, and agree."""
 
 
+@lru_cache(maxsize=1024)
+def as_bits(ranks: int) -> bytes:
+    """A set of ranks, bit ``r`` set where rank ``r`` belongs to it, as headers and the compiled helper hold it."""
+    return ranks.to_bytes(MASK_BYTES, "little")
+
+
 class Header(NamedTuple):
     """What stands before a rank's data of one phase.
 
@@ -115,7 +122,7 @@ class Header(NamedTuple):
         text = self.reason.encode("utf-8", "replace")[:REASON_BYTES] if self.reason else b""
         _HEADER.pack_into(
             memory, offset, self.generation, self.round, self.step, self.operation, self.topk, self.dtype,
-            self.failed, self.origin, len(text), self.mask.to_bytes(MASK_BYTES, "little"), self.tokens,
+            self.failed, self.origin, len(text), as_bits(self.mask), self.tokens,
             self.placed,
         )  # fmt: skip
         if text:

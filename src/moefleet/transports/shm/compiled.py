@@ -12,7 +12,7 @@ import torch
 from ...config import EpLayout, FleetParams
 from ...native import FleetStruct, InboxStruct, SentStruct
 from ...placement import Placement
-from ...substrate.control import MAX_RANKS
+from ...substrate.control import as_bits
 from ...substrate.inbox import Inbox
 from ...substrate.memory import AddressRange
 from ...substrate.native_gather import STREAM_BYTES, TYPE_CODES, dense, ties_go_away
@@ -95,7 +95,6 @@ class NativeMoves(Moves[NativeInbox]):
         next_ = np.empty(max(params.num_experts, world), np.int64)
         self._kept: list[npt.NDArray[Any]] = [slot, next_, stamp]
         self._tokens_type = ctypes.c_int64 * world
-        self._all_present = _as_bits(self._everybody)
         self.struct = FleetStruct(
             base=segments.address,
             stride=segments.stride,
@@ -170,7 +169,7 @@ class NativeMoves(Moves[NativeInbox]):
         tokens, pitch = self.pitched(tokens)
         count, topk = routing.ids.shape
         self._push(
-            self.address, at.parity, self._in_c(before), self._bits(to), count, tokens.data_ptr(), pitch,
+            self.address, at.parity, self._in_c(before), as_bits(to), count, tokens.data_ptr(), pitch,
             routing.ids_at, routing.weights_at, topk,
         )  # fmt: skip
 
@@ -197,7 +196,7 @@ class NativeMoves(Moves[NativeInbox]):
         count, topk = routing.ids.shape
         out = self.room(dtype, count, out)
         unserved = self._sum(
-            self.address, at.parity, TYPE_CODES[dtype], routing.ids_at, count, topk, self._bits(present),
+            self.address, at.parity, TYPE_CODES[dtype], routing.ids_at, count, topk, as_bits(present),
             self._in_c(placed), out.data_ptr(),
         )  # fmt: skip
         return out, unserved - 1 if unserved else None
@@ -211,9 +210,6 @@ class NativeMoves(Moves[NativeInbox]):
     def _in_c(self, ranks: Ranks) -> Tokens:
         """Numbers of ranks where C can read them."""
         return ranks if isinstance(ranks, self._tokens_type) else self._tokens_type(*ranks)
-
-    def _bits(self, ranks: int) -> bytes:
-        return self._all_present if ranks == self._everybody else _as_bits(ranks)
 
     def _slots(self, placement: Placement) -> Ints:
         """``[E+1]`` local index of each expert at the rank that holds it; the last entry is for id -1."""
@@ -250,7 +246,3 @@ class NativeMoves(Moves[NativeInbox]):
             return rows, self._hidden * rows.itemsize
         rows = dense(rows.reshape(-1, self._hidden))
         return rows, rows.stride(0) * rows.itemsize
-
-
-def _as_bits(ranks: int) -> bytes:
-    return ranks.to_bytes(MAX_RANKS // 8, "little")

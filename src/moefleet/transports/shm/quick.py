@@ -6,7 +6,7 @@ import ctypes
 from typing import TypeAlias
 
 from ...native import FleetStruct
-from ...substrate.control import MASK_BYTES, SETS, Operation, flag_word
+from ...substrate.control import SETS, Operation, as_bits, flag_word
 from ...substrate.faults import FaultState
 from ...substrate.waiting import Waiter
 from .layout import SegmentLayout
@@ -43,8 +43,7 @@ class QuickFlags:
     ) -> None:
         self._commit, self._collect = library.moefleet_commit, library.moefleet_collect
         self.tokens, self.placed = ((ctypes.c_int64 * faults.world_size)() for _ in range(2))
-        self._struct, self._fleet, self._waiter, self._faults = fleet, ctypes.addressof(fleet), waiter, faults
-        self._bits: dict[int, bytes] = {}
+        self._struct, self._fleet, self._faults = fleet, ctypes.addressof(fleet), faults
         for phase in Operation:
             for step in range(SETS):
                 fleet.flags[phase][step] = flag_word(phase, step)
@@ -66,13 +65,9 @@ class QuickFlags:
 
     def collect(self, operation: Operation, step: int, taking: int) -> bool:
         """Whether all ranks in ``taking`` (bits) came soon, agree, and none gave up: then see ``tokens, placed``."""
-        return self._collect(self._fleet, operation, step, self.bits(taking)) > 0
+        return self._collect(self._fleet, operation, step, as_bits(taking)) > 0
 
     def mind(self) -> tuple[int, bytes, bool]:
         """What this rank's headers say: its last decision, whom it trusts, and whether that is everybody."""
         faults, trusted = self._faults, self._faults.trusted
-        return faults.epoch, self.bits(trusted), trusted == faults.everybody
-
-    def bits(self, ranks: int) -> bytes:
-        """Ranks as C reads them."""
-        return self._bits.get(ranks) or self._bits.setdefault(ranks, ranks.to_bytes(MASK_BYTES, "little"))
+        return faults.epoch, as_bits(trusted), trusted == faults.everybody

@@ -11,6 +11,7 @@ import enum
 
 import torch
 
+from ...substrate.control import as_bits
 from ...substrate.native_gather import TYPE_CODES
 from .compiled import NativeInbox, NativeMoves
 from .moves import Routing
@@ -81,7 +82,7 @@ class WholePhases:
         epoch, trusted, all_trusted = self._quick.mind()
         reached = self._combine(
             self._fleet, inbox.address, step, epoch, TYPE_CODES[rows.dtype], given.data_ptr(), pitch, dtype,
-            routing.ids_at, count, topk, trusted, all_trusted, self._quick.bits(present), out.data_ptr(),
+            routing.ids_at, count, topk, trusted, all_trusted, as_bits(present), out.data_ptr(),
             self._unserved_at,
         )  # fmt: skip
         if reached < Reached.DONE:
