@@ -24,13 +24,10 @@ PROMISES = {
 }
 """Words in ``Capability.features`` that tests ask for."""
 
-BY_ALL_OWN = frozenset({"canonical_order", "peer_errors", "strided_inputs"})
-PROMISED_BY_OWN = {
-    "shm": BY_ALL_OWN | {"peer_reasons", "crossed_calls", "late_ranks"},
-    "torch_dist": BY_ALL_OWN | {"peer_reasons", "crossed_calls", "late_ranks"},
-    # A kernel has one place to wait in, and no call to look at.
-    "nvlink": BY_ALL_OWN | {"peer_reasons", "shared_devices"},
-}
+BY_ALL_OWN = frozenset(
+    {"canonical_order", "peer_errors", "peer_reasons", "crossed_calls", "late_ranks", "strided_inputs"}
+)
+PROMISED_BY_OWN = {"shm": BY_ALL_OWN, "torch_dist": BY_ALL_OWN, "nvlink": BY_ALL_OWN | {"shared_devices"}}
 """What transports of this package promise without saying so."""
 
 NCCL_SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"

@@ -24,7 +24,7 @@ from moefleet import NVLinkConfig
 from moefleet.fleet import streams, tolerance
 from moefleet.substrate.symmetric import SymmetricMemory
 from moefleet.transports.nvlink import counts, engine, fleet, handle, launch, notes, outputs, topology
-from moefleet.transports.nvlink.kernels import judging, signals
+from moefleet.transports.nvlink.kernels import judging, signals, waiting
 from tests.transports.nvlink import simulate  # noqa: F401 - the interpreter's scalars as indices
 
 CONFIG = NVLinkConfig(programs=1)
@@ -116,9 +116,10 @@ def pretend() -> None:
         module.torch = _Torch()  # type: ignore[attr-defined]
     fleet.LIMITS = dataclasses.replace(fleet.LIMITS, device_types=frozenset({"cpu"}))
     topology.SymmetricMemory = SimpleNamespace(allocate=allocate, map=share)  # type: ignore[assignment, misc]
-    signals.poll = judging.poll = poll
-    judging.SLICE_NS = judging.SOON_NS = tl.constexpr(SLICE_NS)
-    judging._ALONE = tl.constexpr(False)
+    signals.poll = judging.poll = waiting.poll = poll
+    for module in (judging, waiting):
+        module.SLICE_NS = module.SOON_NS = tl.constexpr(SLICE_NS)
+        module._ALONE = tl.constexpr(False)
 
 
 def _number(value: Any) -> int:

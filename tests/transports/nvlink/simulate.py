@@ -116,6 +116,13 @@ class World:
         return [int(engine.alarm[0]) for engine in self.engines]
 
 
+def shared_words(world: World, rank: int, offset: int, count: int, dtype: torch.dtype, parity: int) -> torch.Tensor:
+    """Part of a rank's shared memory."""
+    memory = world.memory[rank]
+    start = -memory.data_ptr() % 128 + parity * world.engines[rank].geometry.shared.set_bytes + offset
+    return memory[start : start + count * dtype.itemsize].view(dtype)
+
+
 def layouts() -> tuple[EpLayout, ...]:
     """All of them."""
     return tuple(EpLayout)

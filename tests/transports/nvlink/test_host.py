@@ -19,7 +19,7 @@ from moefleet import (
 )
 from moefleet.knobs import FleetAlgoKnob
 from moefleet.transports.nvlink import memory_bytes
-from moefleet.transports.nvlink.alarm import STICKY, Trouble, to_error, trouble_in
+from moefleet.transports.nvlink.alarm import TIMEOUTS, Trouble, to_error, trouble_in
 from moefleet.transports.nvlink.geometry import Geometry
 from moefleet.transports.nvlink.steps import Steps
 
@@ -83,7 +83,7 @@ def test_error_words(trouble: Trouble) -> None:
     assert trouble_in(word) is trouble
     error = to_error(word, 5, 2.5)
     assert "rank 3" in str(error)
-    assert ("2.5 s" in str(error)) == (trouble in STICKY)
+    assert ("2.5 s" in str(error)) == (trouble in TIMEOUTS)
 
 
 def test_steps() -> None:

@@ -25,8 +25,8 @@ from triton.runtime.interpreter import interpreter_builder
 
 from moefleet.transports.nvlink.alarm import Trouble, trouble_in
 from moefleet.transports.nvlink.geometry import BOARD, CONTROL
-from moefleet.transports.nvlink.kernels import judging
-from tests.transports.nvlink.simulate import GRIDS, World
+from moefleet.transports.nvlink.kernels import judging, waiting
+from tests.transports.nvlink.simulate import GRIDS, World, shared_words
 
 LAYOUTS = pytest.mark.parametrize("layout", list(EpLayout), ids=lambda layout: layout.name.lower())
 
@@ -99,13 +99,6 @@ def decide(world: World, mask: Sequence[int], ranks: Iterable[int], number: int,
     for rank in ranks:
         world.engines[rank].count_only(mask)
         world.engines[rank].resume(resume, number)
-
-
-def shared_words(world: World, rank: int, offset: int, count: int, dtype: torch.dtype, parity: int) -> torch.Tensor:
-    """Part of a rank's shared memory."""
-    memory = world.memory[rank]
-    start = -memory.data_ptr() % 128 + parity * world.engines[rank].geometry.shared.set_bytes + offset
-    return memory[start : start + count * dtype.itemsize].view(dtype)
 
 
 @pytest.fixture
@@ -291,17 +284,17 @@ def test_a_rank_says_that_it_waits(before_program: Any) -> None:
     world, problem = three_ranks(EpLayout.RANK_MAJOR)
     said = shared_words(world, 1, world.engines[1].geometry.shared.waiting, 3, torch.int64, 0)
     seen: list[int] = []
-    release, flags = judging.release, []
+    release, flags = waiting.release, []
 
     def watching(flag: Any, value: Any) -> None:
         release(flag, value)
         seen.append(int(said[0]))
 
-    judging.release, flags = watching, flags
+    waiting.release, flags = watching, flags
     try:
         step(world, problem, skip=(2,))
     finally:
-        judging.release = release
+        waiting.release = release
     assert 1 in seen and int(said[0]) == 0
 
 

@@ -13,7 +13,8 @@ from ...substrate.rowtypes import code_name
 
 class Trouble(enum.IntEnum):
     """Low byte of the word; above it 16 bits of rank, then a step, rows (OVERFLOW), rows and above 20 bits of them
-    those that were announced (UNEXPECTED), or 8 bits of K (0 in combine), 8 of a row code and a step (MISMATCH)."""
+    those that were announced (UNEXPECTED), 8 bits of K (0 in combine), 8 of a row code and a step (MISMATCH), or 4 bits
+    of how far the other rank's phase is from this one's, plus 8, and this one's (CROSSED)."""
 
     TIMEOUT_DISPATCH = 1
     TIMEOUT_COMBINE = 2
@@ -21,11 +22,11 @@ class Trouble(enum.IntEnum):
     MISMATCH = 4
     OVERFLOW = 5
     PEER_GONE = 6
+    CROSSED = 7
     UNEXPECTED = 16
 
 
-STICKY = (Trouble.TIMEOUT_DISPATCH, Trouble.TIMEOUT_COMBINE)
-"""After these the ranks no longer agree on where they are: the Fleet is done."""
+TIMEOUTS = (Trouble.TIMEOUT_DISPATCH, Trouble.TIMEOUT_COMBINE)
 
 
 def trouble_in(word: int) -> Trouble:
@@ -38,12 +39,21 @@ def to_error(
 ) -> MoEEpError:
     """The error that a word stands for. ``note_of(rank, step)`` is what a rank said when it gave the step up."""
     trouble, rank, number = trouble_in(word), word >> 8 & 0xFFFF, word >> 24
-    if trouble in STICKY:
+    if trouble in TIMEOUTS:
         phase = "dispatch" if trouble is Trouble.TIMEOUT_DISPATCH else "combine"
         return MoEEpTimeoutError(
             f"rank {rank} did not come to {phase} of step {number} within {timeout_s:g} s (BootstrapConfig.timeout_s); "
-            "this Fleet cannot go on: look at that rank's process, then build another Fleet",
+            "if it still runs, the next calls wait for it again: look at its process",
             ranks=[rank],
+        )
+    if trouble is Trouble.CROSSED:
+        mine = number >> 4
+        reason = f"rank {rank} itself waits in {_call(mine + (number & 15) - 8)} for this rank"
+        return MoEEpPeerError(
+            f"this rank waits in {_call(mine)} for rank {rank}: {reason}; "
+            "all ranks must make the same calls in the same order",
+            rank=rank,
+            reason=reason,
         )
     if trouble is Trouble.PEER_FAILED:
         if (note := note_of(rank, number)) is not None:
@@ -70,6 +80,10 @@ def to_error(
         )
     assert trouble is Trouble.OVERFLOW
     return _overflow(number, capacity, rank)
+
+
+def _call(phase: int) -> str:
+    return f"{'combine' if phase % 2 else 'dispatch'} of step {phase // 2}"
 
 
 def _overflow(rows: int, capacity: int, rank: int) -> MoEEpConfigError:

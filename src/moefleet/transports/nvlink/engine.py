@@ -79,7 +79,7 @@ class Engine:
         device: of all memory.
         shared: address of every rank's symmetric memory, zeroed.
         dispatch_grid, combine_grid: launch shapes; the number of dispatch's programs never changes.
-        timeout_s: longest wait of a kernel.
+        timeout_s: longest wait of a kernel, peers that compile or wait themselves aside.
         count: whether kernels count what stats report.
         tolerant: whether a rank that does not come in time is left out from then on, and accused.
         renormalize: whether tokens that lost experts are scaled up.
@@ -112,7 +112,7 @@ class Engine:
         self._native = self._early and torch.version.hip is None  # has an instruction that converts to e4m3
         self._peers = torch.tensor(list(shared), dtype=torch.int64, device=device)
         self.control = torch.zeros(geometry.counts.end, dtype=torch.int64, device=device)
-        self.control[CONTROL.budget_ns] = int(timeout_s * 1e9)
+        self._budget_ns = int(timeout_s * 1e9)
         self.alarm = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._alarm_view = self.alarm.numpy()  # seen through NumPy: torch takes longer to read one number
         self._no_note = torch.zeros(NOTE_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -132,18 +132,19 @@ class Engine:
         self._num_local = placement.num_local(geometry.rank)
         self.outputs = tuple(self._new_output(number) for number in range(SETS))
         self._block = min(8192, _power_of_two(params.token_hidden_size))
+        self.clear_alarm()
         self.count_only(self.mask.tolist())
-        if tolerant:
-            self._prepare()
+        self._prepare()
 
     def _prepare(self) -> None:
-        """Compile now what faults need, so that nobody waits for it then."""
+        """Compile now what tells the peers that this rank compiles, and what faults need."""
         g, on_gpu = self.geometry, self.device.type == "cuda"
         self._side_stream = torch.cuda.Stream(self.device).cuda_stream if on_gpu else 0  # torch never destroys one
         constants = (g.shared, g.rank, g.world_size)
         self._announce = self._launcher.bind(announce, 1, (self._peers, self.control), constants, {"num_warps": 1})
-        for fresh in (True, False):
-            self._bind_fail(self._slots[0], fresh, True)
+        if self._tolerant:
+            for fresh in (True, False):
+                self._bind_fail(self._slots[0], fresh, True)
         self._launcher.around_compiling = self._compiling
 
     def alarm_word(self) -> int:
@@ -151,9 +152,12 @@ class Engine:
         return self._alarm_view.item()
 
     def clear_alarm(self) -> None:
-        """Forget a reported error, so that the next one is seen."""
+        """Forget a reported error, so that the next one is seen, and where a wait has failed, send and wait again: on
+        the current stream, where what was launched so far comes first."""
         self.alarm.zero_()
-        self.control[CONTROL.error].zero_()
+        self.control[CONTROL.budget_ns] = self._budget_ns
+        self.control[CONTROL.sound] = FOREVER
+        self.control[CONTROL.error] = 0
 
     def new_slot(self) -> torch.Tensor:
         """Memory of one handle's routing."""

@@ -24,7 +24,7 @@ from ...placement import Placement
 from ...substrate.control import Operation
 from ...substrate.rowtypes import DTYPES
 from ...tensors import HandleParams
-from .alarm import STICKY, to_error, trouble_in
+from .alarm import to_error
 from .geometry import CONTROL
 from .steps import Steps
 from .topology import Topology
@@ -213,9 +213,6 @@ class NVLinkFleet(FaultTolerantFleet):
         next."""
         if self._closed or torch.cuda.is_current_stream_capturing():
             return
-        word = self.engine.alarm_word()
-        if word and trouble_in(word) in STICKY:
-            return
         stream, _ = self.ordered_stream()
         fresh, slot = slot is None, self._topology.spare if slot is None else slot
         with torch.cuda.device(self.device):
@@ -231,7 +228,8 @@ class NVLinkFleet(FaultTolerantFleet):
         if torch.cuda.is_current_stream_capturing():
             raise to_error(word, capacity, timeout_s)
         error = to_error(word, capacity, timeout_s, self._topology.notes.read)
-        if trouble_in(word) not in STICKY:
+        stream, _ = self.ordered_stream()
+        with torch.cuda.device(self.device), torch.cuda.stream(stream_at(stream, self.device)):
             self.engine.clear_alarm()
         raise error
 

@@ -35,9 +35,10 @@ SLOTS = 8
 class Places(NamedTuple):
     """Byte offsets in one set of the shared memory, ``S`` being the source rank's region.
 
-    ``head_flag``, ``comb_flag``, ``done_flag``, ``read_flag``, ``gone`` int64 ``[W]``; ``round_of``, ``waiting`` and
-    ``compiling`` int64 ``[W]``, of the first set only: the round that the source is in, whether it waits for somebody
-    else than us, and whether it compiles a kernel; ``comb_status`` int32 ``[W]``; ``head`` int32 ``[W, head_words]``;
+    ``head_flag``, ``comb_flag``, ``done_flag``, ``read_flag``, ``gone`` int64 ``[W]``; ``round_of``, ``waiting``,
+    ``awaits`` and ``compiling`` int64 ``[W]``, of the first set only: the round that the source is in, whether it waits
+    for somebody else than us, in which phase it waits for us, and whether it compiles a kernel; ``comb_status`` int32
+    ``[W]``; ``head`` int32 ``[W, head_words]``;
     ``note`` int64 ``[W, NOTE_WORDS]``, why the source gave the step up that this set had last of those it gave up;
     ``row_flag``, ``back_flag`` int64 ``[W, M]``; ``local``, ``rank`` int32 and ``weight`` float32 ``[W, M, K]``;
     ``scales`` ``[W, M]`` of their bytes; ``rows``, ``back`` ``[W, M, H]``. In HIGH_THROUGHPUT the last two are the
@@ -56,6 +57,7 @@ class Places(NamedTuple):
     gone: int
     round_of: int
     waiting: int
+    awaits: int
     compiling: int
     comb_status: int
     head: int
@@ -105,9 +107,11 @@ ROUND_SHIFT = 40
 
 
 class Control(NamedTuple):
-    """int64 offsets in a rank's control words, on its own device. ``done`` and ``read`` count programs that have read
-    what came; ``came_back`` ``[2]`` is the last step of each set in which this rank wrote into the peers' ``back``.
-    Those from ``base`` on are for fault tolerance:
+    """int64 offsets in a rank's control words, on its own device. ``budget_ns`` is how long a wait lasts, ``sound``
+    the last phase (``2 * step``, and one more for combine) in which this rank sends anything but "failed", FOREVER
+    while no wait has failed, and ``owed`` ``[2]`` a step of each set that this rank ended without having waited for its
+    peers, or 0. ``done`` and ``read`` count programs that have read what came; ``came_back`` ``[2]`` is the last step
+    of each set in which this rank wrote into the peers' ``back``. Those from ``base`` on are for fault tolerance:
 
     ``base`` the round, at its place in a step's number; ``board`` address of the :class:`Board`; ``verdict`` ``[2]``
     the last step that was judged and who counted, for each phase; ``stuck`` ``[2, 2]`` how many programs wait for a
@@ -116,6 +120,8 @@ class Control(NamedTuple):
 
     launches: int = 0 * LINE
     budget_ns: int = 1 * LINE
+    sound: int = 1 * LINE + 1
+    owed: int = 1 * LINE + 2
     error: int = 2 * LINE
     bad_ids: int = 3 * LINE
     done: int = 4 * LINE
@@ -197,7 +203,7 @@ class Geometry:
         most_local = max(placement.slots_per_rank)
         head_words = HEAD_WORDS + (-(-most_local // 8) * 8 if expert_major else 0)
         take = _packer(128)
-        flags = [take(8 * world) for _ in range(8)]
+        flags = [take(8 * world) for _ in range(9)]
         status, head = take(4 * world), take(4 * world * head_words)
         note = take(8 * world * NOTE_WORDS)
         row_flag, back_flag = take(8 * world * most), take(8 * world * most)
@@ -220,7 +226,8 @@ class Geometry:
             gone=flags[4],
             round_of=flags[5],
             waiting=flags[6],
-            compiling=flags[7],
+            awaits=flags[7],
+            compiling=flags[8],
             comb_status=status,
             head=head,
             note=note,

@@ -18,16 +18,12 @@ from .counting import add_each, begin_ns
 from .dispatch import EXPERT_MAJOR, RANK_MAJOR
 from .judging import (
     ABSENT,
-    COMBINE,
-    DISPATCH,
     NOT_SERVED,
     condemn,
     counting,
     decide,
     fall_behind,
-    has,
     left_of,
-    look_soon,
     tell,
     wait_for,
 )
@@ -39,12 +35,16 @@ from .signals import (
     enter,
     flags,
     has_gone,
+    owe,
     release,
     report,
+    spoilt,
+    standing,
     unlike,
     wait,
     words,
 )
+from .waiting import COMBINE, DISPATCH, await_flags, has, look_soon
 
 _READ = tl.constexpr(CONTROL.read)
 _CAME_BACK = tl.constexpr(CONTROL.came_back)
@@ -90,9 +90,11 @@ def _send(pid, rows, slot, peers, to_set, step, ranks, ctl, alarm, L: tl.constex
           CAP: tl.constexpr, BLOCK: tl.constexpr, SENDERS: tl.constexpr, STAGED: tl.constexpr,
           TOLERANT: tl.constexpr):  # fmt: skip
     FIRST: tl.constexpr = 0 if STAGED else 1
+    failed = step < 0 if TOLERANT else spoilt(standing(ctl)[0], step, COMBINE)
     most = tl.load(slot + S.got + RANK) if STAGED else 0
-    if pid == 0:
+    if (pid == 0) & (failed == 0):
         tl.store(ctl + _CAME_BACK + step % 2, step)
+    done_flag, missing = flags(tl.load(peers + RANK) + to_set, L.done_flag), tl.cast(0, tl.int64)
     # Who was left out since dispatch is told so.
     sent_to = counting(left_of(ctl, RANK, W), step, DISPATCH, RANK, W) if TOLERANT else -1
     for j in tl.static_range(1, W):
@@ -104,17 +106,22 @@ def _send(pid, rows, slot, peers, to_set, step, ranks, ctl, alarm, L: tl.constex
             status = (got < 0).to(tl.int32)
             if TOLERANT:
                 status = tl.where((got == ABSENT) | (has(ranks, home) == 0), NOT_SERVED, status)
+            else:
+                status = tl.where(failed, 1, status)
             tl.store(words(there, L.comb_status) + RANK, status + (_code(rows) << 8))
             release(flags(there, L.comb_flag) + RANK, step)
         if L.rows == L.back:
-            mine = tl.load(peers + RANK) + to_set
-            done_flag = flags(mine, L.done_flag) + home
             if TOLERANT:
                 if has(ranks, home) & (got > 0):
-                    late = wait_for(done_flag, step, home, step, COMBINE, ctl, peers, ranks, pid == 0, L, RANK, W)
+                    late = wait_for(done_flag + home, step, home, step, COMBINE, ctl, peers, ranks, pid == 0, L, RANK,
+                                    W)  # fmt: skip
                     ranks &= ~(late.to(tl.int64) << home)
             else:
-                wait(done_flag, step, ctl, alarm, TIMEOUT_COMBINE, home)
+                missing |= look_soon(done_flag + home, step, tl.where(failed, 0, -1).to(tl.int64), home)
+    if L.rows == L.back and not TOLERANT:
+        lost = await_flags(done_flag, step, step, COMBINE, missing, ctl, alarm, peers, pid == 0, L, RANK, W, True)
+        failed |= lost != 0
+    most = tl.where(failed, 0, most)
     for row in range((pid + SENDERS - (W - 1) % SENDERS) % SENDERS, most, SENDERS):
         for j in tl.static_range(FIRST, W):
             home = (RANK + j) % W
@@ -155,26 +162,30 @@ def _receive(pid, rows, out, slot, mine, peers, firsts, ctl, alarm, step, ranks,
              K: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
              STAGED: tl.constexpr, COUNTS: tl.constexpr, TOLERANT: tl.constexpr,
              RENORMALIZE: tl.constexpr):  # fmt: skip
-    failed, sent, waited = (), (), ()
-    if TOLERANT:
-        comb_flag, missing, soon = flags(mine, L.comb_flag), tl.cast(0, tl.int64), ()
-        for d in tl.static_range(W):
-            begin = begin_ns(COUNTS)
-            if d != RANK:  # absent in dispatch is absent here
-                ranks &= ~((tl.load(slot + S.got + d) == ABSENT).to(tl.int64) << d)
-                missing |= look_soon(comb_flag + d, step, ranks, d)
-            soon = soon + (begin_ns(COUNTS) - begin,)
+    failed, sent, waited, soon = (), (), (), ()
+    comb_flag, missing = flags(mine, L.comb_flag), tl.cast(0, tl.int64)
+    for d in tl.static_range(W):
         begin = begin_ns(COUNTS)
-        ranks = decide(comb_flag, step, COMBINE, ranks, missing, ctl, peers, pid, PROGRAMS, L, RANK, W)
-        later = begin_ns(COUNTS) - begin
+        if d != RANK:
+            if TOLERANT:  # absent in dispatch is absent here
+                ranks &= ~((tl.load(slot + S.got + d) == ABSENT).to(tl.int64) << d)
+            missing |= look_soon(comb_flag + d, step, ranks, d)
+        soon = soon + (begin_ns(COUNTS) - begin,)
+    begin = begin_ns(COUNTS)
+    if TOLERANT:
+        ranks = decide(comb_flag, step, COMBINE, ranks, missing, ctl, alarm, peers, pid, PROGRAMS, L, RANK, W)
+    else:
+        never = await_flags(comb_flag, step, step, COMBINE, missing, ctl, alarm, peers, pid == 0, L, RANK, W)
+        if pid == 0:
+            owe(ctl, step, never != 0)
+    later = begin_ns(COUNTS) - begin
     for d in tl.static_range(W):
         status = 0
-        begin = begin_ns(COUNTS)
         if TOLERANT:
             if d != RANK:
                 status = _judged_status(d, pid, rows, mine, ctl, alarm, step, ranks, L)
         elif d != RANK:
-            late = wait(flags(mine, L.comb_flag) + d, step, ctl, alarm, TIMEOUT_COMBINE, d)
+            late = has(never, d).to(tl.int32)
             gone = has_gone(flags(mine, L.gone) + d, step)
             status, code = _status(mine, d, L)
             other = (status == 0) & (late == 0) & (gone == 0) & (code != _code(rows))
@@ -185,10 +196,7 @@ def _receive(pid, rows, out, slot, mine, peers, firsts, ctl, alarm, step, ranks,
                 report(ctl, alarm, MISMATCH, d, unlike(step, 0, code))
             status += other.to(tl.int32)
         failed = failed + (status,)
-        if TOLERANT:
-            waited = waited + (soon[d] + tl.where(has(missing, d), later, 0),)
-        else:
-            waited = waited + (begin_ns(COUNTS) - begin if d != RANK else begin - begin,)
+        waited = waited + (soon[d] + tl.where(has(missing, d), later, 0),)
         sent = sent + (tl.where(status == 0, tl.load(slot + S.counts + d), 0) if COUNTS is not None else 0,)
     if COUNTS is not None:  # noqa: SIM102 - one condition is a constant
         if pid == 0:

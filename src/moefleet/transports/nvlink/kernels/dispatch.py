@@ -19,15 +19,12 @@ from ..geometry import CONTROL, HEAD_WORDS
 from .counting import add_each, add_vector, begin_ns
 from .judging import (
     ABSENT,
-    DISPATCH,
     condemn,
     counting,
     decide,
     fall_behind,
-    has,
     hear,
     left_of,
-    look_soon,
     numbered,
     sign,
     tell,
@@ -46,10 +43,13 @@ from .signals import (
     reals,
     release,
     report,
+    spoilt,
+    standing,
     unlike,
     wait,
     words,
 )
+from .waiting import DISPATCH, await_flags, has, look_soon
 
 _LAUNCHES = tl.constexpr(CONTROL.launches)
 _DONE = tl.constexpr(CONTROL.done)
@@ -85,6 +85,7 @@ def dispatch(
     enter(EARLY)
     pid = tl.program_id(0)
     left = left_of(ctl, RANK, W) if TOLERANT else ()  # on its way while the atomic is
+    stands = standing(ctl)
     if SEND:
         step = (tl.atomic_add(ctl + _LAUNCHES, 1, sem="relaxed", scope="gpu") // PROGRAMS) + 1
         step = numbered(step, ctl, TOLERANT)
@@ -97,8 +98,8 @@ def dispatch(
     ranks = counting(left, step, DISPATCH, RANK, W) if TOLERANT else -1
     if SEND:  # noqa: SIM102 - one condition is a constant
         if pid < SENDERS:
-            _send(pid, x, scales, out, out_scales, slot, peers, firsts, ctl, alarm, to_set, step, ranks, x_t, x_h,
-                  scales_t, scales_s, L, S, LAYOUT, RANK, W, M, H, K, KP, CODE, BLOCK, SENDERS, STAGED, R,
+            _send(pid, x, scales, out, out_scales, slot, peers, firsts, ctl, alarm, to_set, step, ranks, stands, x_t,
+                  x_h, scales_t, scales_s, L, S, LAYOUT, RANK, W, M, H, K, KP, CODE, BLOCK, SENDERS, STAGED, R,
                   TOLERANT)  # fmt: skip
     if RECEIVE:
         FIRST: tl.constexpr = SENDERS if SENDERS < PROGRAMS else 0
@@ -112,29 +113,46 @@ def dispatch(
 
 
 @triton.jit
-def _send(pid, x, scales, out, out_scales, slot, peers, firsts, ctl, alarm, to_set, step, ranks, x_t, x_h, scales_t,
-          scales_s, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr,
-          M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr,
-          SENDERS: tl.constexpr, STAGED: tl.constexpr, R: tl.constexpr, TOLERANT: tl.constexpr):  # fmt: skip
+def _send(pid, x, scales, out, out_scales, slot, peers, firsts, ctl, alarm, to_set, step, ranks, stands, x_t, x_h,
+          scales_t, scales_s, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr, RANK: tl.constexpr,
+          W: tl.constexpr, M: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, CODE: tl.constexpr,
+          BLOCK: tl.constexpr, SENDERS: tl.constexpr, STAGED: tl.constexpr, R: tl.constexpr,
+          TOLERANT: tl.constexpr):  # fmt: skip
     FIRST: tl.constexpr = 0 if STAGED else 1
+    mine, missing = tl.load(peers + RANK) + to_set, tl.cast(0, tl.int64)
+    failed = step < 0 if TOLERANT else spoilt(stands[0], step, DISPATCH)
+    if not TOLERANT:
+        owed = tl.where(step % 2 == 0, stands[1], stands[2])
+        if (owed > 0) & (failed == 0):
+            comb_flag = flags(mine, L.comb_flag)
+            for j in tl.static_range(1, W):
+                missing |= look_soon(comb_flag + (RANK + j) % W, owed, -1, (RANK + j) % W)
+            lost = await_flags(comb_flag, owed, step, DISPATCH, missing, ctl, alarm, peers, pid == 0, L, RANK, W, True)
+            failed = lost != 0
     most = tl.load(slot + S.counts + RANK) if STAGED else 0
     for j in tl.static_range(1, W):
         d = (RANK + j) % W
         most = tl.maximum(most, tl.load(slot + S.counts + d))
         if (pid == (j - 1) % SENDERS) & has(ranks, d):
-            _send_header(d, slot, tl.load(peers + d) + to_set, firsts, step, ranks, L, S, LAYOUT, RANK, K, CODE,
-                         TOLERANT)  # fmt: skip
+            _send_header(d, slot, tl.load(peers + d) + to_set, firsts, step, ranks, failed, L, S, LAYOUT, RANK, K,
+                         CODE, TOLERANT)  # fmt: skip
     if L.rows == L.back:  # what came back into the same memory two steps ago has to be read first
         before = tl.load(ctl + _CAME_BACK + step % 2)
+        read_flag, missing = flags(mine, L.read_flag), tl.cast(0, tl.int64)
         for j in tl.static_range(1, W):
             d = (RANK + j) % W
-            read_flag = flags(tl.load(peers + RANK) + to_set, L.read_flag) + d
             if TOLERANT:
                 if has(ranks, d) & (tl.load(slot + S.counts + d) > 0):
-                    late = wait_for(read_flag, before, d, step, DISPATCH, ctl, peers, ranks, False, L, RANK, W)
+                    late = wait_for(read_flag + d, before, d, step, DISPATCH, ctl, peers, ranks, False, L, RANK, W)
                     ranks &= ~(late.to(tl.int64) << d)
             else:
-                wait(read_flag, before, ctl, alarm, TIMEOUT_DISPATCH, d)
+                missing |= look_soon(read_flag + d, before, tl.where(failed, 0, -1).to(tl.int64), d)
+        if not TOLERANT:
+            late = await_flags(
+                read_flag, before, step, DISPATCH, missing, ctl, alarm, peers, pid == 0, L, RANK, W, True
+            )
+            failed |= late != 0
+    most = tl.where(failed, 0, most)
     kk = tl.arange(0, KP)
     # The lowest programs have sent headers, so the first rows are for those after them.
     for row in range((pid + SENDERS - (W - 1) % SENDERS) % SENDERS, most, SENDERS):
@@ -170,12 +188,12 @@ def _send(pid, x, scales, out, out_scales, slot, peers, firsts, ctl, alarm, to_s
 
 
 @triton.jit
-def _send_header(d, slot, there, firsts, step, ranks, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr,
+def _send_header(d, slot, there, firsts, step, ranks, failed, L: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr,
                  RANK: tl.constexpr, K: tl.constexpr, CODE: tl.constexpr, TOLERANT: tl.constexpr):  # fmt: skip
     head = words(there, L.head) + RANK * L.head_words
     field = tl.arange(0, 4)
-    rows = tl.load(slot + S.counts + d)
-    tl.store(head + field, tl.where(field == 0, rows, tl.where(field == 1, K, tl.where(field == 2, CODE, 0))))
+    rows, status = tl.load(slot + S.counts + d), failed.to(tl.int32)
+    tl.store(head + field, tl.where(field == 0, rows, tl.where(field == 1, K, tl.where(field == 2, CODE, status))))
     if TOLERANT:
         sign(head, step, ranks, RANK)
     if LAYOUT == EXPERT_MAJOR:
@@ -209,31 +227,30 @@ def _receive(pid, x, scales, out, out_scales, out_ids, out_weights, out_counts, 
              PROGRAMS: tl.constexpr, STAGED: tl.constexpr, COUNTS: tl.constexpr, R: tl.constexpr,
              TOLERANT: tl.constexpr):  # fmt: skip
     kk = tl.arange(0, KP)
-    counts, starts, waited, total = (), (), (), 0
-    if TOLERANT:
-        head_flag, missing, soon = flags(mine, L.head_flag), tl.cast(0, tl.int64), ()
-        for s in tl.static_range(W):
-            begin = begin_ns(COUNTS)
-            if s != RANK:
-                missing |= look_soon(head_flag + s, step, ranks, s)
-            soon = soon + (begin_ns(COUNTS) - begin,)
-        begin = begin_ns(COUNTS)
-        present = decide(head_flag, step, DISPATCH, ranks, missing, ctl, peers, pid, PROGRAMS, L, RANK, W)
-        later = begin_ns(COUNTS) - begin
+    counts, starts, waited, soon, total = (), (), (), (), 0
+    head_flag, missing = flags(mine, L.head_flag), tl.cast(0, tl.int64)
     for s in tl.static_range(W):
         begin = begin_ns(COUNTS)
+        if s != RANK:
+            missing |= look_soon(head_flag + s, step, ranks, s)
+        soon = soon + (begin_ns(COUNTS) - begin,)
+    begin = begin_ns(COUNTS)
+    if TOLERANT:
+        present = decide(head_flag, step, DISPATCH, ranks, missing, ctl, alarm, peers, pid, PROGRAMS, L, RANK, W)
+    else:
+        present = ~await_flags(head_flag, step, step, DISPATCH, missing, ctl, alarm, peers, pid == 0, L, RANK, W)
+    later = begin_ns(COUNTS) - begin
+    for s in tl.static_range(W):
         if s == RANK:
             rows = tl.load(slot + S.counts + RANK)
-        elif TOLERANT:
-            rows = tl.cast(ABSENT, tl.int32)
+        else:
+            rows = tl.cast(ABSENT if TOLERANT else -1, tl.int32)
             if has(present, s):
-                rows = _judged_header(s, pid, mine, ctl, alarm, step, ranks, L, RANK, M, K, CODE)
-        else:
-            rows = _read_header(s, mine, ctl, alarm, step, L, M, K, CODE)
-        if TOLERANT:
-            waited = waited + (soon[s] + tl.where(has(missing, s), later, 0),)
-        else:
-            waited = waited + (begin_ns(COUNTS) - begin if s != RANK else begin - begin,)
+                if TOLERANT:
+                    rows = _judged_header(s, pid, mine, ctl, alarm, step, ranks, L, RANK, M, K, CODE)
+                else:
+                    rows = _read_header(s, mine, ctl, alarm, step, L, M, K, CODE)
+        waited = waited + (soon[s] + tl.where(has(missing, s), later, 0),)
         counts, starts = counts + (rows,), starts + (total,)
         total += tl.maximum(rows, 0)
     if pid == 0:
@@ -348,16 +365,15 @@ def _unpack(s: tl.constexpr, first, counts, starts, x, scales, out, out_scales, 
 
 @triton.jit
 def _read_header(s, mine, ctl, alarm, step, L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, CODE: tl.constexpr):
-    """Rows that rank ``s`` brings, -1 if it failed in this step."""
-    late = wait(flags(mine, L.head_flag) + s, step, ctl, alarm, TIMEOUT_DISPATCH, s)
+    """Rows that rank ``s`` brings, whose flag is there, -1 if it failed in this step."""
     head = words(mine, L.head) + s * L.head_words
     rows, topk, code, status = tl.load(head), tl.load(head + 1), tl.load(head + 2), tl.load(head + 3)
     gone, other = has_gone(flags(mine, L.gone) + s, step), (topk != K) | (code != CODE)
     bad = gone | other | (status != 0)
-    if bad & (late == 0):
+    if bad:
         kind = tl.where(gone, PEER_GONE, tl.where(status != 0, PEER_FAILED, MISMATCH))
         report(ctl, alarm, kind, s, tl.where(kind == MISMATCH, unlike(step, topk, code), step))
-    return tl.where(bad | (late != 0) | (rows > M), -1, rows)
+    return tl.where(bad | (rows > M), -1, rows)
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """Giving up: one step, in which this rank takes part without rows, or all steps from here on.
 
 So peers stop waiting at once, and after a failed step all ranks count on alike. One program. In a step it says that it
-failed wherever peers wait, then waits for them, which is what makes it safe to use the same buffer set again.
+failed wherever peers wait. With fault tolerance it then waits for them, which makes it safe to use the same buffer set
+again; without, the next step in that set does.
 """
 
 # mypy: ignore-errors
@@ -11,8 +12,9 @@ import triton
 import triton.language as tl
 
 from ..geometry import CONTROL, NOTE_STEP, NOTE_WORDS
-from .judging import COMBINE, DISPATCH, counting, has, left_of, numbered, sign, wait_for
-from .signals import FOREVER, TIMEOUT_COMBINE, TIMEOUT_DISPATCH, enter, flags, release, wait, words
+from .judging import counting, left_of, numbered, sign, wait_for
+from .signals import FOREVER, enter, flags, owe, release, words
+from .waiting import COMBINE, DISPATCH, has
 
 _LAUNCHES = tl.constexpr(CONTROL.launches)
 _NOTE_WORDS, _NOTE_STEP = tl.constexpr(NOTE_WORDS), tl.constexpr(NOTE_STEP)
@@ -49,18 +51,16 @@ def fail(note, slot, peers, ctl, alarm, L: tl.constexpr, S: tl.constexpr, RANK: 
             release(flags(there, L.done_flag) + RANK, step)
             release(flags(there, L.read_flag) + RANK, step)
             release(flags(there, L.comb_flag) + RANK, step)
-    if WAIT:
+    if not TOLERANT:
+        owe(ctl, step, True)
+    elif WAIT:
         for j in tl.static_range(1, W):
             peer = (RANK + j) % W
             head_flag, comb_flag = flags(mine, L.head_flag) + peer, flags(mine, L.comb_flag) + peer
-            if TOLERANT:
-                if has(ranks, peer):
-                    late = wait_for(head_flag, step, peer, step, DISPATCH, ctl, peers, ranks, True, L, RANK, W)
-                    if late == 0:
-                        wait_for(comb_flag, step, peer, step, COMBINE, ctl, peers, ranks, True, L, RANK, W)
-            else:
-                wait(head_flag, step, ctl, alarm, TIMEOUT_DISPATCH, peer)
-                wait(comb_flag, step, ctl, alarm, TIMEOUT_COMBINE, peer)
+            if has(ranks, peer):
+                late = wait_for(head_flag, step, peer, step, DISPATCH, ctl, peers, ranks, True, L, RANK, W)
+                if late == 0:
+                    wait_for(comb_flag, step, peer, step, COMBINE, ctl, peers, ranks, True, L, RANK, W)
 
 
 @triton.jit

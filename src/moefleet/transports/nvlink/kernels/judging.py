@@ -8,7 +8,8 @@ was accused from then on. It changes during a phase only to that phase, so all p
 Usually every flag is there soon and nothing is decided. A program that waits longer checks in. Only once all have may
 somebody be left out: whoever did not check in has seen every flag, and then the flag is there for all. One compare-and-
 set on the phase's verdict ends it, and all that checked in obey. Program 0 alone keeps the time, looks for reasons, and
-tells the peers that it waits, so that they are patient with it.
+tells the peers that it waits (see ``waiting``). Ranks whose calls cross leave each other out of the phase and report
+it; nobody is accused.
 
 What programs branch on is the same for all their threads: results of atomics and of ``poll``, never of plain loads of
 words that somebody may be changing.
@@ -21,7 +22,22 @@ import triton
 import triton.language as tl
 
 from ..geometry import BOARD, CONTROL, ROUND_SHIFT
-from .signals import FOREVER, INTERPRETED, flags, poll, release
+from .signals import CROSSED, FOREVER, flags, poll, release, report
+from .waiting import (
+    _ALONE,
+    COMPILING_NS,
+    PATIENCE,
+    SLICE_NS,
+    SOON_NS,
+    both_calls,
+    crossing_call,
+    has,
+    part,
+    said_compiling,
+    said_waiting,
+    say_phase,
+    say_waiting,
+)
 
 _BUDGET = tl.constexpr(CONTROL.budget_ns)
 _BASE = tl.constexpr(CONTROL.base)
@@ -36,25 +52,7 @@ _ACCUSED = tl.constexpr(BOARD.accused)
 _BEHIND = tl.constexpr(BOARD.behind)
 _SHIFT = tl.constexpr(ROUND_SHIFT)
 _STEP_BITS = tl.constexpr((1 << ROUND_SHIFT) - 1)
-_ALONE = tl.constexpr(INTERPRETED)  # programs run one after the other: the first decides for all
-
 _ROUND, _STEP, _RANKS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)  # words of a header, see HEAD_WORDS
-
-DISPATCH = tl.constexpr(0)
-COMBINE = tl.constexpr(1)
-
-SOON_NS = tl.constexpr(30_000)
-"""How long a program waits before it checks in."""
-
-SLICE_NS = tl.constexpr(50_000)
-"""Between two looks at more than the flag, and all that one counts towards the budget: a program that was itself held
-up, by another process on its GPU, does not blame the time on its peers."""
-
-PATIENCE = tl.constexpr(3)
-"""Budgets for which a wait is prolonged while the peer says that it waits for somebody else."""
-
-COMPILING_NS = tl.constexpr(120_000_000_000)
-"""How long a wait is prolonged while the peer says that it compiles a kernel."""
 
 ABSENT = tl.constexpr(-2)
 """Rows of a rank that does not count; of one that failed in this step they are -1."""
@@ -87,21 +85,6 @@ def counting(left, step, phase: tl.constexpr, RANK: tl.constexpr, W: tl.constexp
     for j in tl.static_range(1, W):
         ranks |= tl.where(left[j - 1] >= 2 * step + phase, tl.cast(1, tl.int64) << (RANK + j) % W, 0)
     return ranks
-
-
-@triton.jit
-def has(ranks, p):
-    """Whether rank ``p`` is among these."""
-    return ((ranks >> p) & 1) != 0
-
-
-@triton.jit
-def look_soon(flag, step, ranks, p: tl.constexpr):
-    """Wait a little for the flag of rank ``p``, if it is among ``ranks``. Its bit if it is missing."""
-    late = tl.cast(0, tl.int32)
-    if has(ranks, p):
-        late = poll(flag, step, SOON_NS)
-    return late.to(tl.int64) << p
 
 
 @triton.jit
@@ -147,20 +130,20 @@ def fall_behind(ctl):
 
 
 @triton.jit
-def decide(flag, step, phase: tl.constexpr, ranks, missing, ctl, peers, pid, PROGRAMS: tl.constexpr, L: tl.constexpr,
-           RANK: tl.constexpr, W: tl.constexpr):  # fmt: skip
+def decide(flag, step, phase: tl.constexpr, ranks, missing, ctl, alarm, peers, pid, PROGRAMS: tl.constexpr,
+           L: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr):  # fmt: skip
     """Those of ``ranks`` that count in this phase, as bits; ``flag`` is the first of their flags.
 
     ``PROGRAMS`` of this launch take part, and ``missing`` is what ``look_soon`` found.
     """
     present = ranks
     if _ALONE | (missing != 0):
-        present = _judge(flag, step, phase, ranks, ctl, peers, pid, PROGRAMS, L, RANK, W)
+        present = _judge(flag, step, phase, ranks, ctl, alarm, peers, pid, PROGRAMS, L, RANK, W)
     return present
 
 
 @triton.jit
-def _judge(flag, step, phase: tl.constexpr, ranks, ctl, peers, pid, PROGRAMS: tl.constexpr, L: tl.constexpr,
+def _judge(flag, step, phase: tl.constexpr, ranks, ctl, alarm, peers, pid, PROGRAMS: tl.constexpr, L: tl.constexpr,
            RANK: tl.constexpr, W: tl.constexpr):  # fmt: skip
     verdict, stuck = ctl + _VERDICT + phase, ctl + _STUCK + 2 * phase + step % 2
     tag, mark = step & 0xFFFFFFFF, (step & _STEP_BITS) << 16
@@ -168,8 +151,10 @@ def _judge(flag, step, phase: tl.constexpr, ranks, ctl, peers, pid, PROGRAMS: tl
     tl.atomic_add(stuck, 1)
     budget = tl.load(ctl + _BUDGET)
     slice_ns = budget if _ALONE else budget - budget + SLICE_NS
-    nobody = tl.cast(0, tl.int64)
-    accused, ahead, told, spent, prolonged, spared = nobody, nobody, nobody, nobody, nobody, nobody
+    number, own, nobody = 2 * step + phase, tl.load(peers + RANK), tl.cast(0, tl.int64)
+    accused, ahead, crossed, told, spent, prolonged, spared = nobody, nobody, nobody, nobody, nobody, nobody, nobody
+    if pid == 0:
+        say_phase(number, ranks, peers, L, RANK, W)
     decided = tl.atomic_add(verdict, 0)
     while (decided >> 32) & 0xFFFFFFFF != tag:
         awaited, missing = ranks & ~(accused | ahead), nobody
@@ -193,8 +178,14 @@ def _judge(flag, step, phase: tl.constexpr, ranks, ctl, peers, pid, PROGRAMS: tl
                         over = _over(waits, busy, spent, prolonged, spared, budget)
                         accused |= tl.where((gone != 0) | ((later == 0) & over), one, 0)
                         ahead |= tl.where((gone == 0) & (later != 0), one, 0)
+                        theirs = crossing_call(flag + p, step, number, p, own, peers, L, RANK)
+                        if theirs != 0:
+                            report(ctl, alarm, CROSSED, p, both_calls(number, theirs))
+                            part(flag + p, step, number, p, missing, peers, L, RANK, W)
+                            crossed |= one
                     patient |= tl.where(waits != 0, one, 0)
                     compiling |= tl.where(busy != 0, one, 0)
+            ahead |= crossed & ~accused
             left = missing & ~(accused | ahead)
             if left != missing:
                 spent = nobody  # whoever waited for those begins only now
@@ -205,14 +196,16 @@ def _judge(flag, step, phase: tl.constexpr, ranks, ctl, peers, pid, PROGRAMS: tl
             else:
                 spent += slice_ns
             if left != told:
-                _say(left, peers, ranks, L, RANK, W)
+                say_waiting(left, peers, ranks, L, RANK, W)
                 told = left
         if missing != 0:
             decided = tl.atomic_add(verdict, 0)
     if told != 0:
-        _say(nobody, peers, ranks, L, RANK, W)
+        say_waiting(nobody, peers, ranks, L, RANK, W)
     present = decided & 0xFFFFFFFF
     if pid == 0:
+        if crossed == 0:
+            say_phase(nobody, ranks, peers, L, RANK, W)
         for j in tl.static_range(1, W):
             p = (RANK + j) % W
             if has(accused & ~present, p):
@@ -241,7 +234,7 @@ def _insist(flag, value, p, step, phase: tl.constexpr, ctl, peers, ranks, say, L
     slice_ns = budget if _ALONE else budget - budget + SLICE_NS
     one, nobody = tl.cast(1, tl.int64) << p, tl.cast(0, tl.int64)
     if say:
-        _say(one, peers, ranks, L, RANK, W)
+        say_waiting(one, peers, ranks, L, RANK, W)
     spent, prolonged, spared, late, over = nobody, nobody, nobody, 1, False
     while (late != 0) & (over == 0):
         gone, later, waits, busy = _look(p, step, ctl, peers, L, RANK)
@@ -259,7 +252,7 @@ def _insist(flag, value, p, step, phase: tl.constexpr, ctl, peers, ranks, say, L
         else:
             spent += slice_ns
     if say:
-        _say(nobody, peers, ranks, L, RANK, W)
+        say_waiting(nobody, peers, ranks, L, RANK, W)
     return late
 
 
@@ -278,19 +271,8 @@ def _look(p, step, ctl, peers, L: tl.constexpr, RANK: tl.constexpr):
     dead = poll(_board(ctl) + _DEAD + p, tl.cast(1, tl.int64), 0) == 0
     gone = dead | (tl.atomic_add(ctl + _LEFT + p, 0) != FOREVER)
     later = poll(flags(mine, L.round_of) + p, (step >> _SHIFT) + 1, 0) == 0
-    waits = poll(flags(mine, L.waiting) + p, tl.cast(1, tl.int64), 0) == 0
-    busy = poll(flags(mine, L.compiling) + p, tl.cast(1, tl.int64), 0) == 0
+    waits, busy = said_waiting(p, mine, L), said_compiling(p, mine, L)
     return gone.to(tl.int32), later.to(tl.int32), waits.to(tl.int32), busy.to(tl.int32)
-
-
-@triton.jit
-def _say(missing, peers, ranks, L: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr):
-    """Tell each peer whether this rank waits for somebody else than it."""
-    for j in tl.static_range(1, W):
-        d = (RANK + j) % W
-        if has(ranks, d):
-            others = (missing & ~(tl.cast(1, tl.int64) << d)) != 0
-            release(flags(tl.load(peers + d), L.waiting) + RANK, others.to(tl.int64))
 
 
 @triton.jit

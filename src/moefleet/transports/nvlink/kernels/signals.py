@@ -19,6 +19,8 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 _ERROR = tl.constexpr(CONTROL.error)
 _BUDGET = tl.constexpr(CONTROL.budget_ns)
+_SOUND = tl.constexpr(CONTROL.sound)
+_OWED = tl.constexpr(CONTROL.owed)
 _STEP_BITS = tl.constexpr((1 << ROUND_SHIFT) - 1)
 
 TIMEOUT_DISPATCH = tl.constexpr(1)
@@ -27,6 +29,7 @@ PEER_FAILED = tl.constexpr(3)
 MISMATCH = tl.constexpr(4)
 OVERFLOW = tl.constexpr(5)
 PEER_GONE = tl.constexpr(6)
+CROSSED = tl.constexpr(7)
 UNEXPECTED = tl.constexpr(16)
 
 FOREVER = tl.constexpr(_FOREVER)
@@ -130,12 +133,39 @@ def unlike(step, topk, code):
 
 
 @triton.jit
+def spoil(ctl, step, phase):
+    """A wait of this phase has failed: in later ones this rank sends nothing, and waits for nobody."""
+    tl.atomic_min(ctl + _SOUND, 2 * tl.cast(step, tl.int64) + phase)
+    tl.atomic_xchg(ctl + _BUDGET, tl.cast(0, tl.int64))
+
+
+@triton.jit
+def spoilt(sound, step, phase):
+    """Whether this rank sends nothing in this phase; ``sound`` is the last one in which it does."""
+    return 2 * step + phase > sound
+
+
+@triton.jit
+def standing(ctl):
+    """The last phase in which this rank sends, for ``spoilt``, and for each buffer set the step that peers have to be
+    through with before it sends into it again, 0 for none."""
+    return tl.load(ctl + _SOUND), tl.load(ctl + _OWED), tl.load(ctl + _OWED + 1)
+
+
+@triton.jit
+def owe(ctl, step, owed):
+    """Whether (``owed``) this rank has ended a step without having waited for its peers."""
+    tl.store(ctl + _OWED + step % 2, tl.where(owed, tl.cast(step, tl.int64), 0))
+
+
+@triton.jit
 def wait(flag, step, ctl, alarm, code, rank):
-    """Wait for ``rank``'s flag of this step; returns 1 if it did not come in time, after which no wait lasts."""
+    """Wait for ``rank``'s flag of this step, where its phase has begun; returns 1 if it did not come in time, after
+    which no wait lasts."""
     late = poll(flag, step, tl.load(ctl + _BUDGET))
     if late != 0:
         report(ctl, alarm, code, rank, step)
-        tl.store(ctl + _BUDGET, tl.cast(0, tl.int64))
+        spoil(ctl, step, code - TIMEOUT_DISPATCH)
     return late
 
 

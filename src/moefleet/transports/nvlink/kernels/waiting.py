@@ -1,0 +1,196 @@
+"""Long waits: what ranks tell each other while they wait, and calls that cross.
+
+Usually a flag is there within 30 us and nothing of this runs. A wait that lasts longer is told to the peers: that this
+rank waits for somebody else than them, so that they are patient with it, and the phase in which it waits for them. Two
+ranks that wait for one another in different phases make their calls in different orders: neither would ever send what
+the other one waits for. Both leave then, at once, with both calls in their error word.
+
+Phases are numbered, ``2 * step`` for dispatch and one more for combine. Where a wait has failed, this rank sends
+nothing but "failed" in all later phases, and waits no longer, until its host was told (``Engine.clear_alarm``). So what
+a rank that comes late still reads is not written over by steps that were launched meanwhile, and both go on at the same
+step; what comes first into a buffer set after that waits until the peers are through with it (``owed``).
+
+What programs branch on is the same for all their threads: results of atomics and of ``poll``, never of plain loads of
+words that somebody may be changing.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..geometry import CONTROL, ROUND_SHIFT
+from .signals import CROSSED, INTERPRETED, flags, poll, release, report, spoil
+
+_BUDGET = tl.constexpr(CONTROL.budget_ns)
+_ROUND = tl.constexpr(ROUND_SHIFT + 1)
+_ALONE = tl.constexpr(INTERPRETED)  # programs run one after the other, and what is not there never comes
+
+DISPATCH = tl.constexpr(0)
+COMBINE = tl.constexpr(1)
+
+SOON_NS = tl.constexpr(30_000)
+"""How long a program waits before it does anything about it."""
+
+SLICE_NS = tl.constexpr(50_000)
+"""Between two looks at more than the flag, and all that one counts towards the budget: a program that was itself held
+up, by another process on its GPU, does not blame the time on its peers."""
+
+PATIENCE = tl.constexpr(3)
+"""Budgets for which a wait is prolonged while the peer says that it waits for somebody else."""
+
+COMPILING_NS = tl.constexpr(120_000_000_000)
+"""How long a wait is prolonged while the peer says that it compiles a kernel."""
+
+PARTING_NS = tl.constexpr(1_000_000_000)
+"""How long a rank that has seen that calls cross waits for the other one to see it."""
+
+
+@triton.jit
+def has(ranks, p):
+    """Whether rank ``p`` is among these."""
+    return ((ranks >> p) & 1) != 0
+
+
+@triton.jit
+def look_soon(flag, value, ranks, p: tl.constexpr):
+    """Wait a little for the flag of rank ``p``, if it is among ``ranks``. Its bit if it is missing."""
+    late = tl.cast(0, tl.int32)
+    if has(ranks, p):
+        late = poll(flag, value, SOON_NS)
+    return late.to(tl.int64) << p
+
+
+@triton.jit
+def await_flags(flag, value, step, phase: tl.constexpr, missing, ctl, alarm, peers, say, L: tl.constexpr,
+                RANK: tl.constexpr, W: tl.constexpr, SENDING: tl.constexpr = False):  # fmt: skip
+    """Wait for the flags of ``missing``, which ``look_soon`` did not find, to hold ``value``; ``flag`` is rank 0's.
+
+    Returns those that never came. One of them is then reported, and later phases are spoilt.
+
+    ``say``: whether this program speaks with the peers, one of a launch. ``SENDING``: whether the wait is for room to
+    send to, which peers make without this rank.
+    """
+    if missing != 0:
+        missing = _insist(flag, value, step, phase, missing, ctl, alarm, peers, say, L, RANK, W, SENDING)
+    return missing
+
+
+@triton.jit
+def _insist(flag, value, step, phase: tl.constexpr, missing, ctl, alarm, peers, say, L: tl.constexpr,
+            RANK: tl.constexpr, W: tl.constexpr, SENDING: tl.constexpr):  # fmt: skip
+    number, nobody = 2 * step + phase, tl.cast(0, tl.int64)
+    mine = tl.load(peers + RANK)
+    budget = tl.atomic_add(ctl + _BUDGET, 0)
+    slice_ns = budget if _ALONE else budget - budget + SLICE_NS
+    told, first, crossing, call = missing, tl.cast(-1, tl.int32), tl.cast(-1, tl.int32), nobody
+    spent, prolonged, spared, over = nobody, nobody, nobody, False
+    if say:
+        if not SENDING:
+            say_phase(number, told, peers, L, RANK, W)
+        say_waiting(told, peers, -1, L, RANK, W)
+    while (missing != 0) & (over == 0):
+        patient, compiling, still, first = nobody, nobody, nobody, tl.cast(-1, tl.int32)
+        for j in tl.static_range(1, W):
+            p = (RANK + j) % W
+            if has(missing, p):
+                late = poll(flag + p, value, tl.where(still == 0, slice_ns, 0))
+                if late != 0:
+                    one = tl.cast(1, tl.int64) << p
+                    first = tl.where(first < 0, p, first)
+                    still |= one
+                    patient |= tl.where(said_waiting(p, mine, L), one, 0)
+                    compiling |= tl.where(said_compiling(p, mine, L), one, 0)
+                    if say:
+                        theirs = crossing_call(flag + p, value, number, p, mine, peers, L, RANK)
+                        crossing = tl.where(theirs != 0, p, crossing)
+                        call = tl.where(theirs != 0, theirs, call)
+        missing = still
+        if ((missing & ~compiling) == 0) & (spared < COMPILING_NS):
+            spared += slice_ns
+        elif ((missing & ~(patient | compiling)) == 0) & (prolonged < PATIENCE * budget):
+            prolonged += slice_ns
+        else:
+            spent += slice_ns
+        budget = tl.atomic_add(ctl + _BUDGET, 0)
+        over = (spent >= budget) | (crossing >= 0)
+    if missing != 0:
+        if crossing >= 0:
+            report(ctl, alarm, CROSSED, crossing, both_calls(number, call))
+            part(flag + crossing, value, number, crossing, missing, peers, L, RANK, W)
+        else:
+            report(ctl, alarm, 1 + phase, first, step)
+        spoil(ctl, step, phase)
+    if say:
+        say_waiting(nobody, peers, -1, L, RANK, W)
+        if crossing < 0:
+            say_phase(nobody, told, peers, L, RANK, W)
+    return missing
+
+
+@triton.jit
+def crossing_call(flag, value, number, p, mine, peers, L: tl.constexpr, RANK: tl.constexpr):
+    """The phase in which rank ``p`` waits for this rank, if that is another than ``number``, where this rank waits for
+    ``flag`` of ``p``, and neither has sent what the other one waits for; else 0.
+
+    What ``p`` sent it sent before it began to wait, so a flag that is looked at after its word is there if it was sent.
+    """
+    call = tl.abs(tl.atomic_add(flags(mine, L.awaits) + p, 0))
+    crossed = False
+    if (call != 0) & (call != number) & (call >> _ROUND == number >> _ROUND):
+        step, combine = call // 2, call % 2
+        there = tl.load(peers + p) + step % 2 * L.set_bytes + tl.where(combine != 0, L.comb_flag, L.head_flag)
+        unsent = poll(flags(there, 0) + RANK, step, 0) != 0
+        crossed = unsent & (poll(flag, value, 0) != 0)
+    return tl.where(crossed, call, 0)
+
+
+@triton.jit
+def both_calls(number, call):
+    """This rank's phase and the other one's as one number, see ``Trouble``."""
+    return ((number & 0x7FFFFFFFF) << 4) | ((call - number + 8) & 15)
+
+
+@triton.jit
+def part(flag, value, number, p, missing, peers, L: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr):
+    """Say that this rank has seen that calls cross, and wait a little until rank ``p`` has seen it too: what is sent
+    next could end its wait before it looks."""
+    say_phase(-number, missing, peers, L, RANK, W)
+    words = flags(tl.load(peers + RANK), L.awaits)
+    spent, theirs = tl.cast(0, tl.int64), tl.atomic_add(words + p, 0)
+    while (theirs > 0) & (spent < PARTING_NS):
+        poll(flag, value, tl.cast(SLICE_NS, tl.int64))
+        spent += PARTING_NS if _ALONE else SLICE_NS
+        theirs = tl.atomic_add(words + p, 0)
+
+
+@triton.jit
+def say_phase(number, missing, peers, L: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr):
+    """Tell those that are missing in which phase this rank waits for them; 0: in none."""
+    for j in tl.static_range(1, W):
+        d = (RANK + j) % W
+        if has(missing, d):
+            release(flags(tl.load(peers + d), L.awaits) + RANK, number)
+
+
+@triton.jit
+def say_waiting(missing, peers, ranks, L: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr):
+    """Tell each of ``ranks`` whether this rank waits for somebody else than it."""
+    for j in tl.static_range(1, W):
+        d = (RANK + j) % W
+        if has(ranks, d):
+            others = (missing & ~(tl.cast(1, tl.int64) << d)) != 0
+            release(flags(tl.load(peers + d), L.waiting) + RANK, others.to(tl.int64))
+
+
+@triton.jit
+def said_waiting(p, mine, L: tl.constexpr):
+    """Whether rank ``p`` says that it waits for somebody else."""
+    return poll(flags(mine, L.waiting) + p, tl.cast(1, tl.int64), 0) == 0
+
+
+@triton.jit
+def said_compiling(p, mine, L: tl.constexpr):
+    """Whether rank ``p`` says that it compiles."""
+    return poll(flags(mine, L.compiling) + p, tl.cast(1, tl.int64), 0) == 0
