@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import io
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from moefleet.config import BootstrapConfig
 from moefleet.errors import MoEEpConfigError, MoEEpError, MoEEpTimeoutError
 from moefleet.launch import RankPool
 from moefleet.launch.pool import usable_cores
+from moefleet.launch.stacks import SIGNAL
 
 pytestmark = pytest.mark.timeout(120)
 W = 3
@@ -194,6 +197,20 @@ def test_a_bad_number_of_threads_is_refused() -> None:
         RankPool(1, threads_per_rank=0)
 
 
+def test_a_rank_that_does_not_start_tells_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "moefleet" / "__init__.py"
+    package.parent.mkdir()
+    package.write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.syspath_prepend(tmp_path)  # where a rank looks for this package before it can serve
+    with RankPool(1, start_timeout_s=2.0) as slow, pytest.raises(MoEEpTimeoutError) as caught:
+        slow.run(who)
+    assert caught.value.ranks == (0,)
+    first, second, *_, call, source = str(caught.value).splitlines()
+    assert first == "ranks [0] did not start within 2.0 s"
+    assert second == "rank 0 stood here, innermost call last:"
+    assert (call, source) == (f'  File "{package}", line 2, in <module>', "    time.sleep(1000)")
+
+
 # Output.
 
 
@@ -257,6 +274,10 @@ def test_each_call_has_a_store_of_its_own(pool: RankPool) -> None:
 # The end.
 
 
+def stop(bootstrap: BootstrapConfig) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def test_nothing_is_left_after_close(pool: RankPool) -> None:
     pool.run(who)  # and with it all that torch opens once and keeps
     before = len(os.listdir("/dev/fd"))
@@ -264,6 +285,12 @@ def test_nothing_is_left_after_close(pool: RankPool) -> None:
     pid = other.run(pid_of)[0].value
     assert other.run(die)[0].exitcode == -9
     again = other.run(pid_of)[0].value
+    stopped = other.run(stop, timeout_s=0.5)[0]
+    assert stopped.exitcode == -signal.SIGKILL
+    assert str(stopped.error).splitlines() == [
+        "rank 0 did not return within 0.5 s and was ended",
+        "rank 0 did not answer SIGURG with its stacks, as one that is stopped cannot",
+    ]
     other.close()
     other.close()
     assert len(os.listdir("/dev/fd")) == before
@@ -301,11 +328,24 @@ def test_a_dead_rank_is_told_and_restarted(pool: RankPool) -> None:
 
 def hang(bootstrap: BootstrapConfig) -> str:
     if bootstrap.rank == 0:
+        threading.Thread(target=sleep_aside, daemon=True).start()
         time.sleep(1000)
     if bootstrap.rank == 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(1000)
-    return "done"
+        hang_in_c()
+    caught: list[int] = []
+    signal.signal(SIGNAL, lambda number, _: caught.append(number))
+    signal.raise_signal(SIGNAL)
+    return "done" if caught == [SIGNAL] else "its own handler was not called"
+
+
+def sleep_aside() -> None:
+    time.sleep(1000)
+
+
+def hang_in_c() -> None:
+    """Wait in C for what never comes, and never release the interpreter lock."""
+    ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
 
 
 def test_a_hanging_rank_is_ended_at_the_timeout(pool: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,3 +361,7 @@ def test_a_hanging_rank_is_ended_at_the_timeout(pool: RankPool, capsys: pytest.C
     assert (hung.exitcode, stubborn.exitcode) == (-signal.SIGTERM, -signal.SIGKILL)
     assert (done.value, done.exitcode) == ("done", 0)
     assert "in hang" in capsys.readouterr().err, "the hanging rank shows its stack"
+    assert "stood here, innermost call last:" in str(hung.error)
+    assert re.search(r"line \d+, in sleep_aside\n    time.sleep\(1000\)\n", str(hung.error))
+    assert re.search(r"line \d+, in hang\n    time.sleep\(1000\)$", str(hung.error)), "the main thread comes last"
+    assert re.search(r"in hang\n    hang_in_c\(\)\n.* in hang_in_c\n    ctypes.PyDLL.*$", str(stubborn.error))

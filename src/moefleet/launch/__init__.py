@@ -8,9 +8,9 @@
             print(result.rank, result.value, result.error, result.exitcode)
 
 One file per thing: ``pool.py`` what callers use, ``results.py`` what they get, ``process.py`` the parent's side of a
-rank, ``output.py`` what the rank prints, ``rank.py`` what runs in its process, ``wire.py`` what the two say,
-``torchrun.py`` the same calls on ranks that torchrun started, ``plain.py`` what those send without pickle,
-``devices.py`` the GPU that a rank takes.
+rank, ``output.py`` what the rank prints, ``stacks.py`` where it hangs, ``rank.py`` what runs in its process,
+``wire.py`` what the two say, ``torchrun.py`` the same calls on ranks that torchrun started, ``plain.py`` what those
+send without pickle, ``devices.py`` the GPU that a rank takes.
 
 Runs on Linux and macOS. On Linux the kernel ends the ranks with the process whose main thread started them, whatever
 ends it. Elsewhere, and for ranks that another thread started, each rank watches for that itself, so one that is stuck

@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from ..errors import MoEEpError, MoEEpTimeoutError, config_error
-from .process import TERM_GRACE_S, RankProcess, end, pump
+from .process import TERM_GRACE_S, RankProcess, ask_where_they_stand, end, pump
 from .results import RankResult, how_it_ended, raise_if_unusable, result_of
 from .wire import Call, dumps
 
@@ -42,10 +42,13 @@ def launch(
         fn: a function that pickle can name: at the top level of a module, or of a script with a ``__main__`` guard.
         world_size: number of ranks, at least 1.
         args: further arguments, the same for every rank.
-        timeout_s: seconds from when all ranks have started until a rank's process must have ended by itself. Then it
-            shows its stack traces, gets SIGTERM and, a second later, SIGKILL.
+        timeout_s: seconds from when all ranks have started until a rank's process must have ended by itself. Then the
+            Python stacks of its threads become part of its error, and it gets SIGTERM and, a second later, SIGKILL.
+            The stacks come by SIGURG, also out of C code that holds the interpreter lock, and within a second or not at
+            all: a stopped process has none to show, nor one where fn set a handler of its own for SIGURG, which stays.
         threads_per_rank: size of torch's and OpenMP's thread pools; ``None`` divides this process's cores.
-        start_timeout_s: seconds for all ranks to start Python, torch and the script.
+        start_timeout_s: seconds for all ranks to start Python, torch and the script. Then the error has the stacks of
+            those that did not.
 
     Returns:
         One result per rank, in rank order, after every process has ended.
@@ -145,6 +148,7 @@ class RankPool:
             for rank in ranks:
                 rank.send(Call(rank.rank, world_size, prefix, timeout_s, module_path(), last), payload)
             late = pump(ranks, is_done, time.monotonic() + timeout_s)
+            ask_where_they_stand(late)
             end(late, grace_s=TERM_GRACE_S)
         except BaseException:
             end([rank for rank in ranks if rank.reply is None])
@@ -167,9 +171,10 @@ class RankPool:
             late = pump(new, lambda rank: rank.reply is not None or rank.has_ended(), deadline)
             if late:
                 numbers = [rank.rank for rank in late]
-                raise MoEEpTimeoutError(
-                    f"ranks {numbers} did not start within {self._start_timeout_s} s", ranks=numbers
-                )
+                ask_where_they_stand(late)
+                told = [f"ranks {numbers} did not start within {self._start_timeout_s} s"]
+                told += [rank.where_it_stood() for rank in late]
+                raise MoEEpTimeoutError("\n".join(told), ranks=numbers)
             for rank in new:
                 if rank.reply is None:
                     raise MoEEpError(f"rank {rank.rank} {how_it_ended(rank.exitcode)} while it started; see its stderr")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from multiprocessing import spawn
 from typing import Any
 
+from . import stacks
 from .output import PrefixedOutput
 from .wire import Buffer, Hello, Inbox, Reply, dumps, frame
 
@@ -22,10 +23,13 @@ KILL_GRACE_S = 10.0
 RECV_BYTES = 1 << 20
 
 # What a new interpreter runs: it needs the parent's sys.path before it can import this package.
-PROGRAM = """\
-import signal
+PROGRAM = f"""\
+import faulthandler, os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-import pickle, socket, sys
+stacks = int(sys.argv[2])
+os.set_inheritable(stacks, False)
+faulthandler.register({int(stacks.SIGNAL)}, file=stacks)
+import pickle, socket
 control = socket.socket(fileno=int(sys.argv[1]))
 stream = control.makefile("rwb")
 sys.path[:] = pickle.load(stream)
@@ -47,6 +51,8 @@ class RankProcess:
 
     def __init__(self, rank: int, threads: int) -> None:
         self.rank, self._threads = rank, threads
+        self._stacks = stacks.Stacks()
+        self._too_late = False
         self._inbox = Inbox()
         self._outbox: list[memoryview] = []
         self._reply: tuple[Reply, Buffer] | None = None
@@ -60,17 +66,18 @@ class RankProcess:
                     [
                         os.fsdecode(spawn.get_executable()),
                         *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-                        *("-c", PROGRAM, str(theirs.fileno())),
+                        *("-c", PROGRAM, str(theirs.fileno()), str(self._stacks.fileno())),
                     ],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     bufsize=0,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(theirs.fileno(), self._stacks.fileno()),
                     env={**os.environ, "OMP_NUM_THREADS": str(threads)},
                 )
             except BaseException:
                 self._control.close()
+                self._stacks.close()
                 raise
         out, err = self._process.stdout, self._process.stderr
         assert out is not None and err is not None
@@ -91,7 +98,7 @@ class RankProcess:
     @property
     def reply(self) -> tuple[Reply, Buffer] | None:
         """What the rank answered to the last message, once it is there."""
-        if self._reply is None:
+        if self._reply is None and not self._too_late:
             self._reply = self._inbox.take()
         return self._reply
 
@@ -107,6 +114,7 @@ class RankProcess:
         while self._receive():
             pass
         self._control.close()
+        self._stacks.close()
         for output in self._outputs:
             output.close()
         return True
@@ -115,6 +123,22 @@ class RankProcess:
         """Write out what the rank has printed until now."""
         for output in self._outputs:
             output.flush()
+
+    def ask_where_it_stands(self) -> None:
+        """Signal the rank to write its stacks. A reply that is not here by now came too late and is never read."""
+        self._too_late = self.reply is None
+        self._stacks.expect()
+        self._process.send_signal(stacks.SIGNAL)
+
+    def has_told_where(self) -> bool:
+        """Whether the stacks are here, or the process is gone."""
+        return self._stacks.have_come() or self.has_ended()
+
+    def where_it_stood(self) -> str:
+        """The stacks that it was asked for, in words, or that there are none."""
+        if told := str(self._stacks):
+            return f"rank {self.rank} stood here, innermost call last:\n{told}"
+        return f"rank {self.rank} did not answer {stacks.SIGNAL.name} with its stacks, as one that is stopped cannot"
 
     def terminate(self) -> None:
         self._process.terminate()
@@ -191,6 +215,13 @@ def pump(ranks: Sequence[RankProcess], done: Callable[[RankProcess], bool], dead
             for key, events in selector.select(min(left_s, TICK_S)):
                 key.data(events)
     return []
+
+
+def ask_where_they_stand(ranks: Sequence[RankProcess]) -> None:
+    """Get the stacks of ranks that ran out of time. One that does not answer is not waited for long."""
+    for rank in ranks:
+        rank.ask_where_it_stands()
+    pump(ranks, RankProcess.has_told_where, time.monotonic() + stacks.WAIT_S)
 
 
 def end(ranks: Collection[RankProcess], *, grace_s: float = 0.0) -> None:

@@ -62,7 +62,7 @@ def settle(control: socket.socket, hello: Hello, _: bytes) -> TCPStore:
     control.set_inheritable(False)
     die_with_parent(control, hello)
     faulthandler.enable()
-    faulthandler.register(signal.SIGTERM, chain=True)  # a hung rank shows where it hangs before it ends
+    faulthandler.register(signal.SIGTERM, chain=True)  # who ends it from outside sees on stderr where it hung
     for text in (sys.stdout, sys.stderr):
         text.reconfigure(encoding="utf-8", line_buffering=True)  # type: ignore[union-attr]
     torch.set_num_threads(hello.threads)

@@ -20,8 +20,8 @@ class RankResult:
         rank: its number, 0 to ``world_size - 1``.
         value: what fn returned, or ``None``.
         error: what fn raised, with the rank's own traceback as ``__cause__``. :class:`MoEEpError` where that cannot be
-            pickled or the process died, :class:`MoEEpTimeoutError` where it did not end in time. ``None`` where all
-            went well.
+            pickled or the process died, :class:`MoEEpTimeoutError` where it did not end in time, with the Python stacks
+            of its threads at that moment in the message. ``None`` where all went well.
         exitcode: of the process; negative for the signal that ended it. In a :class:`RankPool`, whose processes stay,
             0 where fn returned and 1 where it raised. ``None`` if not even SIGKILL ended it.
     """
@@ -44,8 +44,8 @@ def result_of(rank: RankProcess, expired_s: float | None, last: bool) -> RankRes
     rank.flush_output()
     if rank.reply is None:
         if expired_s is not None:
-            late = f"rank {rank.rank} did not return within {expired_s} s and was ended; its stack traces are on stderr"
-            return RankResult(rank.rank, None, MoEEpTimeoutError(late, ranks=[rank.rank]), rank.exitcode)
+            late = too_late(rank, f"rank {rank.rank} did not return within {expired_s} s and was ended")
+            return RankResult(rank.rank, None, late, rank.exitcode)
         died = MoEEpError(f"rank {rank.rank} {how_it_ended(rank.exitcode)} before fn returned")
         return RankResult(rank.rank, None, died, rank.exitcode)
     reply, body = rank.reply
@@ -60,11 +60,16 @@ def result_of(rank: RankProcess, expired_s: float | None, last: bool) -> RankRes
         return RankResult(rank.rank, None, unreadable, exitcode)
     problem: Exception | None = None
     if expired_s is not None:
-        late = f"fn returned on rank {rank.rank}, but its process did not end within {expired_s} s and was ended"
-        problem = MoEEpTimeoutError(late, ranks=[rank.rank])
+        lingered = f"fn returned on rank {rank.rank}, but its process did not end within {expired_s} s and was ended"
+        problem = too_late(rank, lingered)
     elif exitcode != 0:
         problem = MoEEpError(f"fn returned on rank {rank.rank}, but then its process {how_it_ended(exitcode)}")
     return RankResult(rank.rank, value, problem, exitcode)
+
+
+def too_late(rank: RankProcess, what: str) -> MoEEpTimeoutError:
+    """The error of a rank that ran out of time, with where it stood then."""
+    return MoEEpTimeoutError(f"{what}\n{rank.where_it_stood()}", ranks=[rank.rank])
 
 
 def rebuild(rank: int, reply: Reply, body: Buffer) -> Exception:
