@@ -1,12 +1,17 @@
-"""Without a GPU the kernels run under Triton's interpreter, which has to be chosen before they are imported."""
+"""What holds for all tests: Triton's interpreter, garbage, and the time that a test has left."""
 
 from __future__ import annotations
 
 import gc
 import os
+from typing import Any
 
+import pytest
 import torch
 
+from tests import time_limit
+
+# Without a GPU the kernels run under Triton's interpreter, which has to be chosen before they are imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -14,3 +19,9 @@ if not torch.cuda.is_available():
 def pytest_collection_finish() -> None:
     """Imported modules are never garbage: each full collection would look at a million of their objects."""
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    """pytest-timeout calls this when a test's time begins; it sets its timer after us."""
+    time_limit.begin(settings.timeout)

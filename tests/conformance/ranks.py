@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from moefleet import EpLayout, FleetParams
+from moefleet import EpLayout, FleetParams, MoEEpTimeoutError
 from moefleet.knobs import FP8E4M3
 from moefleet.launch import RankPool, RankResult
+from tests import time_limit
 from tests.conformance.context import enter
 from tests.conformance.pool import MOST_RANKS
 from tests.conformance.transports import PROMISES, Transport
 from tests.strategies import Problem, make_problem
+
+RESERVE_S = 15.0
+"""Of a test's time, for starting the ranks that the test before cost, and for ending those that hang."""
 
 
 class Ranks:
@@ -39,23 +43,29 @@ class Ranks:
     ) -> list[Any]:
         """Raises AssertionError with every rank's error if a rank raised."""
         results = self.outcomes(fn, *args, world=world, timeout_s=timeout_s)
-        failed = [result for result in results if result.error is not None]
-        if failed:
-            told = "\n".join(f"rank {r.rank}: {type(r.error).__name__}: {r.error}" for r in failed)
-            raise AssertionError(told) from failed[0].error
+        if any(result.error is not None for result in results):
+            fail(results)
         self._carried.add(self.transport.name)
         return [result.value for result in results]
 
     def outcomes(
         self, fn: Callable[..., Any], *args: Any, world: int | None = None, timeout_s: float = 90.0
     ) -> list[RankResult]:
-        """As a call, with every rank's error as a value."""
+        """As a call, with every rank's error as a value. Raises AssertionError with where they stood if ranks hang.
+
+        Hanging ranks are ended after ``timeout_s``, twice as much on a GPU, or when the test's own time is nearly over:
+        pytest would end the test without a word of theirs.
+        """
         world = self.world if world is None else world
         self.require_ranks(world)
         call = (fn, self.transport.name, self.device, args)
         if self.device != "cpu":
             timeout_s *= 2  # kernels are compiled for each size
-        return self._pool.run(enter, *call, world_size=world, timeout_s=timeout_s)
+        timeout_s = min(timeout_s, max(1.0, round(time_limit.left_s() - RESERVE_S, 1)))
+        results = self._pool.run(enter, *call, world_size=world, timeout_s=timeout_s)
+        if any(isinstance(result.error, MoEEpTimeoutError) and result.exitcode != 1 for result in results):
+            fail(results)  # 1: it was not ended, but raised such an error itself
+        return results
 
     # What the transport can do.
 
@@ -127,3 +137,10 @@ class Ranks:
     def params(self, problem: Problem, layout: EpLayout, **changes: Any) -> FleetParams:
         """The smallest Fleet for a problem; skips the test if the limits refuse it."""
         return self.require_fit(problem.params(layout, **changes), problem.world_size)
+
+
+def fail(results: Sequence[RankResult]) -> NoReturn:
+    """Raise every rank's error in one AssertionError."""
+    failed = [result for result in results if result.error is not None]
+    told = "\n".join(f"rank {r.rank}: {type(r.error).__name__}: {r.error}" for r in failed)
+    raise AssertionError(told) from failed[0].error

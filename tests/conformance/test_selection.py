@@ -5,13 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from moefleet import MoEEpUnknownBackendError, available_backends, probe
+from moefleet import MoEEpTimeoutError, MoEEpUnknownBackendError, available_backends, probe
+from moefleet.launch import RankResult
+from tests import time_limit
 from tests.conformance.pool import shared_pool
-from tests.conformance.ranks import Ranks
+from tests.conformance.ranks import RESERVE_S, Ranks
 from tests.conformance.transports import NCCL_SHARES, Transport, chosen
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,3 +69,33 @@ def test_fewer_ranks_than_a_test_has_elsewhere() -> None:
         two(print, world=3)
     with pytest.raises(pytest.skip.Exception, match="needs 2 ranks; torch_dist has at most 1 here"):
         one.problem([3, 0, 4])
+
+
+class HungRanks:
+    """In place of a pool: one rank hangs, another raised an error of the same class."""
+
+    def __init__(self) -> None:
+        self.timeout_s = 0.0
+
+    def run(self, *call: Any, world_size: int, timeout_s: float) -> list[RankResult]:
+        self.timeout_s = timeout_s
+        hung, raised = MoEEpTimeoutError("rank 0 stood here"), MoEEpTimeoutError("rank 0 is late")
+        return [RankResult(0, None, hung, -15), RankResult(1, None, raised, 1)][-world_size:]
+
+
+@pytest.mark.timeout(120)
+def test_where_ranks_hang_is_told_before_the_time_of_the_test_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert time_limit.left_s() <= 120, "the limit of this test is known"
+    pool: Any = HungRanks()
+    on_cpu, on_gpu = (Ranks(pool, Transport("mine", probe("torch_dist")), device, set()) for device in ("cpu", "cuda"))
+    for call in (on_cpu, on_cpu.outcomes):
+        with pytest.raises(AssertionError, match="rank 0 stood here\nrank 1: MoEEpTimeoutError: rank 0 is late"):
+            call(print, world=2)
+    assert len(on_cpu.outcomes(print, world=1)) == 1, "an error that fn raised is a value"
+    monkeypatch.setattr(time_limit, "left_s", lambda: 150.0)
+    for ranks, expected in ((on_cpu, 90.0), (on_gpu, 150.0 - RESERVE_S)):
+        ranks.outcomes(print, world=1)
+        assert pool.timeout_s == expected
+    monkeypatch.setattr(time_limit, "left_s", lambda: 3.0)
+    on_cpu.outcomes(print, world=1)
+    assert pool.timeout_s == 1.0
