@@ -16,7 +16,7 @@ from moefleet import BootstrapConfig, EpLayout, MoEEpError, MoEEpPeerError, MoEE
 from moefleet.tensors import DispatchOutput
 from tests.conformance.comparing import check_step as check_results_of_step
 from tests.conformance.context import compute, made, routed, sent, step
-from tests.faults.engine import run
+from tests.faults.engine import die, run
 from tests.strategies import LAYOUTS, Problem, make_problem
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -257,3 +257,25 @@ def test_ranks_go_on_after_calls_that_crossed_and_after_a_late_one() -> None:
     assert isinstance(behind, MoEEpPeerError) and "rank 1 did not come to dispatch of step 2" in behind.reason
     for each in zip(*(results for _, results in got), strict=True):
         check_results_of_step(PROBLEM, PROBLEM.params(EpLayout.FLAT), list(each), True)
+
+
+def one_ends(bootstrap: BootstrapConfig) -> Any:
+    """The error of a rank whose peer is killed while it is waited for."""
+    from tests.transports.nvlink.pretend import CONFIG, pretend
+
+    os.environ["MOEFLEET_CHECK"] = "1"
+    pretend()
+    mine = [part[bootstrap.rank] for part in (PROBLEM.xs, PROBLEM.topk_ids, PROBLEM.topk_weights)]
+    fleet = create_fleet(replace(bootstrap, timeout_s=90.0), PROBLEM.params(EpLayout.RANK_MAJOR), (), CONFIG)
+    step(fleet, *mine)
+    if bootstrap.rank == 1:
+        die()
+    with pytest.raises(MoEEpError) as caught, fleet:
+        step(fleet, *mine)
+    return [caught.value]
+
+
+def test_a_process_that_ends_is_not_waited_for() -> None:
+    (error,), _ = run(one_ends, world=2, dead=[1], timeout_s=80)
+    assert isinstance(error, MoEEpPeerError) and error.rank == 1
+    assert "the process of rank 1 ended before it came to step 2" in str(error)

@@ -23,6 +23,7 @@ class Trouble(enum.IntEnum):
     OVERFLOW = 5
     PEER_GONE = 6
     CROSSED = 7
+    PEER_ENDED = 8
     UNEXPECTED = 16
 
 
@@ -45,6 +46,12 @@ def to_error(
             f"rank {rank} did not come to {phase} of step {number} within {timeout_s:g} s (BootstrapConfig.timeout_s); "
             "if it still runs, the next calls wait for it again: look at its process",
             ranks=[rank],
+        )
+    if trouble is Trouble.PEER_ENDED:
+        return MoEEpPeerError(
+            f"the process of rank {rank} ended before it came to step {number}; build another Fleet",
+            rank=rank,
+            reason="its process has ended",
         )
     if trouble is Trouble.CROSSED:
         mine = number >> 4

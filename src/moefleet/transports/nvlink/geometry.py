@@ -19,8 +19,9 @@ from ...placement import Placement
 from ...substrate.control import HEADER_BYTES, SETS
 
 HEAD_WORDS = 8
-"""int32 words of a dispatch header before the counts per expert: rows, K, row code, status; with fault tolerance also
-round, low half of the step, and the ranks that the sender counts, as bits."""
+"""int32 words of a dispatch header before the counts per expert: rows, K, row code, and the low half of the step; with
+fault tolerance 0 instead, or 1 if the sender failed, then round, low half of the step, and the ranks that the sender
+counts, as bits."""
 
 NOTE_WORDS, NOTE_STEP = HEADER_BYTES // 8, 2
 """int64 words of a note that says why a rank gave a step up (``substrate.control.Header``), and which is the step."""

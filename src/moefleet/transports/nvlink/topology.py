@@ -39,7 +39,8 @@ class Topology:
         spare: a slot for steps that are given up before they begin.
         notes: why steps were given up, here and elsewhere.
         faults: accusations and mask.
-        group: with fault tolerance, how hosts see one another: sockets that end with a process, and control blocks.
+        group: how hosts see one another, sockets that end with a process and control blocks; ``None`` for more ranks
+            than kernels look at.
         agreement: what the ranks decide together; ``None`` without fault tolerance.
     """
 
@@ -112,7 +113,7 @@ class Topology:
             meeting.generation, bootstrap, placement, geometry, memory, engine, reader, spare, notes, faults
         )  # fmt: skip
         try:
-            if tolerance is not None:
+            if world <= MOST_JUDGED:
                 topology._meet(meeting, tolerance)
             meeting.exchange("nvlink/ready", dict)
         except BaseException:
@@ -120,7 +121,7 @@ class Topology:
             raise
         return topology
 
-    def _meet(self, meeting: Meeting, tolerance: FleetAlgoKnobFaultTolerance) -> None:
+    def _meet(self, meeting: Meeting, tolerance: FleetAlgoKnobFaultTolerance | None) -> None:
         rank, world, engine = meeting.rank, meeting.world_size, self.engine
         self.group = group = HostGroup(
             rank,
@@ -142,7 +143,8 @@ class Topology:
             with torch.cuda.device(engine.device):
                 engine.announce(number)
 
-        self.agreement = agreement_at(meeting, tolerance, group.gone, enter_round)
+        if tolerance is not None:
+            self.agreement = agreement_at(meeting, tolerance, group.gone, enter_round)
 
     def leave_round(self) -> None:
         """Tell the peers that this rank is back from a round, with the decision that it has adopted."""

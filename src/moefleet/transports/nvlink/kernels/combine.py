@@ -106,9 +106,8 @@ def _send(pid, rows, slot, peers, to_set, step, ranks, ctl, alarm, L: tl.constex
             status = (got < 0).to(tl.int32)
             if TOLERANT:
                 status = tl.where((got == ABSENT) | (has(ranks, home) == 0), NOT_SERVED, status)
-            else:
-                status = tl.where(failed, 1, status)
-            tl.store(words(there, L.comb_status) + RANK, status + (_code(rows) << 8))
+            if failed == 0:
+                tl.store(words(there, L.comb_status) + RANK, status + (_code(rows) << 8) + _tag(step))
             release(flags(there, L.comb_flag) + RANK, step)
         if L.rows == L.back:
             if TOLERANT:
@@ -187,7 +186,7 @@ def _receive(pid, rows, out, slot, mine, peers, firsts, ctl, alarm, step, ranks,
         elif d != RANK:
             late = has(never, d).to(tl.int32)
             gone = has_gone(flags(mine, L.gone) + d, step)
-            status, code = _status(mine, d, L)
+            status, code = _status(mine, d, step, L)
             other = (status == 0) & (late == 0) & (gone == 0) & (code != _code(rows))
             status += late + gone.to(tl.int32)
             if (status != 0) & (late == 0):
@@ -196,7 +195,7 @@ def _receive(pid, rows, out, slot, mine, peers, firsts, ctl, alarm, step, ranks,
                 report(ctl, alarm, MISMATCH, d, unlike(step, 0, code))
             status += other.to(tl.int32)
         failed = failed + (status,)
-        waited = waited + (soon[d] + tl.where(has(missing, d), later, 0),)
+        waited = waited + (soon[d] + tl.where(has(missing, d), later, 0) if d != RANK else later - later,)
         sent = sent + (tl.where(status == 0, tl.load(slot + S.counts + d), 0) if COUNTS is not None else 0,)
     if COUNTS is not None:  # noqa: SIM102 - one condition is a constant
         if pid == 0:
@@ -240,7 +239,7 @@ def _judged_status(d, pid, rows, mine, ctl, alarm, step, ranks, L: tl.constexpr)
     """Whether anything but 0 came of rank ``d``: it does not count, has ended, has failed, or did not count us."""
     status = tl.cast(1, tl.int32)
     if has(ranks, d):
-        status, code = _status(mine, d, L)
+        status, code = _status(mine, d, step, L)
         gone = has_gone(flags(mine, L.gone) + d, step)
         if gone:
             condemn(d, step, COMBINE, ctl)
@@ -257,10 +256,18 @@ def _judged_status(d, pid, rows, mine, ctl, alarm, step, ranks, L: tl.constexpr)
 
 
 @triton.jit
-def _status(mine, d, L: tl.constexpr):
-    """What rank ``d`` said of its rows: 0 if they come, and of which type they are."""
+def _status(mine, d, step, L: tl.constexpr):
+    """What rank ``d`` said of its rows: 0 if they come, and of which type they are. A rank that gives the step up says
+    nothing; what stands there then is of an earlier one."""
     word = tl.load(words(mine, L.comb_status) + d)
-    return word & 0xFF, word >> 8
+    said = ((word ^ _tag(step)) >> 16) == 0
+    return tl.where(said, word & 0xFF, 1), (word >> 8) & 0xFF
+
+
+@triton.jit
+def _tag(step):
+    """The part of a step's number that a status has, at its place."""
+    return ((step & 0xFFFF) << 16).to(tl.int32)
 
 
 @triton.jit

@@ -49,7 +49,7 @@ from .signals import (
     wait,
     words,
 )
-from .waiting import DISPATCH, await_flags, has, look_soon
+from .waiting import DISPATCH, await_flags, await_owed, has, look_soon
 
 _LAUNCHES = tl.constexpr(CONTROL.launches)
 _DONE = tl.constexpr(CONTROL.done)
@@ -122,13 +122,8 @@ def _send(pid, x, scales, out, out_scales, slot, peers, firsts, ctl, alarm, to_s
     mine, missing = tl.load(peers + RANK) + to_set, tl.cast(0, tl.int64)
     failed = step < 0 if TOLERANT else spoilt(stands[0], step, DISPATCH)
     if not TOLERANT:
-        owed = tl.where(step % 2 == 0, stands[1], stands[2])
-        if (owed > 0) & (failed == 0):
-            comb_flag = flags(mine, L.comb_flag)
-            for j in tl.static_range(1, W):
-                missing |= look_soon(comb_flag + (RANK + j) % W, owed, -1, (RANK + j) % W)
-            lost = await_flags(comb_flag, owed, step, DISPATCH, missing, ctl, alarm, peers, pid == 0, L, RANK, W, True)
-            failed = lost != 0
+        owed = tl.where(failed, 0, tl.where(step % 2 == 0, stands[1], stands[2]))
+        failed |= await_owed(owed, mine, step, ctl, alarm, peers, pid == 0, L, RANK, W) != 0
     most = tl.load(slot + S.counts + RANK) if STAGED else 0
     for j in tl.static_range(1, W):
         d = (RANK + j) % W
@@ -192,16 +187,17 @@ def _send_header(d, slot, there, firsts, step, ranks, failed, L: tl.constexpr, S
                  RANK: tl.constexpr, K: tl.constexpr, CODE: tl.constexpr, TOLERANT: tl.constexpr):  # fmt: skip
     head = words(there, L.head) + RANK * L.head_words
     field = tl.arange(0, 4)
-    rows, status = tl.load(slot + S.counts + d), failed.to(tl.int32)
-    tl.store(head + field, tl.where(field == 0, rows, tl.where(field == 1, K, tl.where(field == 2, CODE, status))))
-    if TOLERANT:
-        sign(head, step, ranks, RANK)
-    if LAYOUT == EXPERT_MAJOR:
-        low = tl.load(firsts + d)
-        held = tl.load(firsts + d + 1) - low
-        for start in range(0, held, 256):
-            e = start + tl.arange(0, 256)
-            tl.store(head + _HEAD + e, tl.load(slot + S.per_expert + low + e, mask=e < held), mask=e < held)
+    rows, status = tl.load(slot + S.counts + d), 0 if TOLERANT else step.to(tl.int32)
+    if failed == 0:
+        tl.store(head + field, tl.where(field == 0, rows, tl.where(field == 1, K, tl.where(field == 2, CODE, status))))
+        if TOLERANT:
+            sign(head, step, ranks, RANK)
+        if LAYOUT == EXPERT_MAJOR:
+            low = tl.load(firsts + d)
+            held = tl.load(firsts + d + 1) - low
+            for start in range(0, held, 256):
+                e = start + tl.arange(0, 256)
+                tl.store(head + _HEAD + e, tl.load(slot + S.per_expert + low + e, mask=e < held), mask=e < held)
     release(flags(there, L.head_flag) + RANK, step)
 
 
@@ -250,7 +246,7 @@ def _receive(pid, x, scales, out, out_scales, out_ids, out_weights, out_counts, 
                     rows = _judged_header(s, pid, mine, ctl, alarm, step, ranks, L, RANK, M, K, CODE)
                 else:
                     rows = _read_header(s, mine, ctl, alarm, step, L, M, K, CODE)
-        waited = waited + (soon[s] + tl.where(has(missing, s), later, 0),)
+        waited = waited + (soon[s] + tl.where(has(missing, s), later, 0) if s != RANK else later - later,)
         counts, starts = counts + (rows,), starts + (total,)
         total += tl.maximum(rows, 0)
     if pid == 0:
@@ -369,9 +365,10 @@ def _read_header(s, mine, ctl, alarm, step, L: tl.constexpr, M: tl.constexpr, K:
     head = words(mine, L.head) + s * L.head_words
     rows, topk, code, status = tl.load(head), tl.load(head + 1), tl.load(head + 2), tl.load(head + 3)
     gone, other = has_gone(flags(mine, L.gone) + s, step), (topk != K) | (code != CODE)
-    bad = gone | other | (status != 0)
+    failed = status != step.to(tl.int32)  # a rank that gives the step up leaves what stood there before
+    bad = gone | other | failed
     if bad:
-        kind = tl.where(gone, PEER_GONE, tl.where(status != 0, PEER_FAILED, MISMATCH))
+        kind = tl.where(gone, PEER_GONE, tl.where(failed, PEER_FAILED, MISMATCH))
         report(ctl, alarm, kind, s, tl.where(kind == MISMATCH, unlike(step, topk, code), step))
     return tl.where(bad | (rows > M), -1, rows)
 

@@ -1,8 +1,8 @@
 """Giving up: one step, in which this rank takes part without rows, or all steps from here on.
 
-So peers stop waiting at once, and after a failed step all ranks count on alike. One program. In a step it says that it
-failed wherever peers wait. With fault tolerance it then waits for them, which makes it safe to use the same buffer set
-again; without, the next step in that set does.
+So peers stop waiting at once, and after a failed step all ranks count on alike. One program. In a step it sets the
+flags that peers wait for, without what should stand beside them. With fault tolerance it then waits for them, which
+makes it safe to use the same buffer set again; without, whatever comes next into that set does.
 """
 
 # mypy: ignore-errors
@@ -14,9 +14,10 @@ import triton.language as tl
 from ..geometry import CONTROL, NOTE_STEP, NOTE_WORDS
 from .judging import counting, left_of, numbered, sign, wait_for
 from .signals import FOREVER, enter, flags, owe, release, words
-from .waiting import COMBINE, DISPATCH, has
+from .waiting import COMBINE, DISPATCH, await_owed, has
 
 _LAUNCHES = tl.constexpr(CONTROL.launches)
+_OWED = tl.constexpr(CONTROL.owed)
 _NOTE_WORDS, _NOTE_STEP = tl.constexpr(NOTE_WORDS), tl.constexpr(NOTE_STEP)
 
 
@@ -35,6 +36,8 @@ def fail(note, slot, peers, ctl, alarm, L: tl.constexpr, S: tl.constexpr, RANK: 
     to_set = (step % 2) * L.set_bytes
     mine = tl.load(peers + RANK) + to_set
     ranks = counting(left_of(ctl, RANK, W), step, DISPATCH, RANK, W) if TOLERANT else -1
+    if not TOLERANT:
+        await_owed(tl.load(ctl + _OWED + step % 2), mine, step, ctl, alarm, peers, True, L, RANK, W)
     at = tl.arange(0, _NOTE_WORDS)
     said = tl.where(at == _NOTE_STEP, step, tl.load(note + at))
     for j in tl.static_range(1, W):
@@ -42,12 +45,11 @@ def fail(note, slot, peers, ctl, alarm, L: tl.constexpr, S: tl.constexpr, RANK: 
             there = tl.load(peers + (RANK + j) % W) + to_set
             tl.store(flags(there, L.note) + RANK * _NOTE_WORDS + at, said)
             if FRESH:
-                head = words(there, L.head) + RANK * L.head_words
-                tl.store(head + 3, 1)
                 if TOLERANT:
+                    head = words(there, L.head) + RANK * L.head_words
+                    tl.store(head + 3, 1)
                     sign(head, step, ranks, RANK)
                 release(flags(there, L.head_flag) + RANK, step)
-            tl.store(words(there, L.comb_status) + RANK, 1)
             release(flags(there, L.done_flag) + RANK, step)
             release(flags(there, L.read_flag) + RANK, step)
             release(flags(there, L.comb_flag) + RANK, step)

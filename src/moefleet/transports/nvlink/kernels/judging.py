@@ -29,9 +29,11 @@ from .waiting import (
     PATIENCE,
     SLICE_NS,
     SOON_NS,
+    board,
     both_calls,
     crossing_call,
     has,
+    has_ended,
     part,
     said_compiling,
     said_waiting,
@@ -41,11 +43,9 @@ from .waiting import (
 
 _BUDGET = tl.constexpr(CONTROL.budget_ns)
 _BASE = tl.constexpr(CONTROL.base)
-_BOARD = tl.constexpr(CONTROL.board)
 _VERDICT = tl.constexpr(CONTROL.verdict)
 _STUCK = tl.constexpr(CONTROL.stuck)
 _LEFT = tl.constexpr(CONTROL.left)
-_DEAD = tl.constexpr(BOARD.dead)
 _ROUND_NOW = tl.constexpr(BOARD.round)
 _COMPILING = tl.constexpr(BOARD.compiling)
 _ACCUSED = tl.constexpr(BOARD.accused)
@@ -120,13 +120,13 @@ def condemn(p, step, phase: tl.constexpr, ctl):
     """Accuse rank ``p`` in this phase: it counts in no later one, and the host is told. The first time only."""
     phase_number = 2 * step + phase
     if tl.atomic_cas(ctl + _LEFT + p, tl.cast(FOREVER, tl.int64), phase_number) == FOREVER:
-        release(_board(ctl) + _ACCUSED + p, phase_number)
+        release(board(ctl) + _ACCUSED + p, phase_number)
 
 
 @triton.jit
 def fall_behind(ctl):
     """Tell the host that the others know more than this rank."""
-    release(_board(ctl) + _BEHIND, tl.cast(1, tl.int64))
+    release(board(ctl) + _BEHIND, tl.cast(1, tl.int64))
 
 
 @triton.jit
@@ -268,24 +268,17 @@ def _look(p, step, ctl, peers, L: tl.constexpr, RANK: tl.constexpr):
     """Whether rank ``p`` is gone or was accused before; is in a later round; says that it waits for somebody else; says
     that it compiles."""
     mine = tl.load(peers + RANK)
-    dead = poll(_board(ctl) + _DEAD + p, tl.cast(1, tl.int64), 0) == 0
-    gone = dead | (tl.atomic_add(ctl + _LEFT + p, 0) != FOREVER)
+    gone = has_ended(p, ctl) | (tl.atomic_add(ctl + _LEFT + p, 0) != FOREVER)
     later = poll(flags(mine, L.round_of) + p, (step >> _SHIFT) + 1, 0) == 0
     waits, busy = said_waiting(p, mine, L), said_compiling(p, mine, L)
     return gone.to(tl.int32), later.to(tl.int32), waits.to(tl.int32), busy.to(tl.int32)
 
 
 @triton.jit
-def _board(ctl):
-    """Words in pinned host memory: deaths, which the host writes, and accusations, which it reads."""
-    return tl.load(ctl + _BOARD).to(tl.pointer_type(tl.int64))
-
-
-@triton.jit
 def announce(peers, ctl, L: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr):
     """Tell all peers what the board says: the round that this rank is in, so that whoever waits for it in a step of an
     earlier one stops waiting; and whether it compiles, so that whoever waits for it is patient."""
-    round_, compiling = tl.load(_board(ctl) + _ROUND_NOW), tl.load(_board(ctl) + _COMPILING)
+    round_, compiling = tl.load(board(ctl) + _ROUND_NOW), tl.load(board(ctl) + _COMPILING)
     for j in tl.static_range(1, W):
         there = tl.load(peers + (RANK + j) % W)
         release(flags(there, L.round_of) + RANK, round_)

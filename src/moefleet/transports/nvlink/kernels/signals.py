@@ -30,6 +30,7 @@ MISMATCH = tl.constexpr(4)
 OVERFLOW = tl.constexpr(5)
 PEER_GONE = tl.constexpr(6)
 CROSSED = tl.constexpr(7)
+PEER_ENDED = tl.constexpr(8)
 UNEXPECTED = tl.constexpr(16)
 
 FOREVER = tl.constexpr(_FOREVER)

@@ -20,10 +20,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..geometry import CONTROL, ROUND_SHIFT
-from .signals import CROSSED, INTERPRETED, flags, poll, release, report, spoil
+from ..geometry import BOARD, CONTROL, ROUND_SHIFT
+from .signals import CROSSED, INTERPRETED, PEER_ENDED, flags, poll, release, report, spoil
 
 _BUDGET = tl.constexpr(CONTROL.budget_ns)
+_BOARD = tl.constexpr(CONTROL.board)
+_DEAD = tl.constexpr(BOARD.dead)
 _ROUND = tl.constexpr(ROUND_SHIFT + 1)
 _ALONE = tl.constexpr(INTERPRETED)  # programs run one after the other, and what is not there never comes
 
@@ -78,20 +80,33 @@ def await_flags(flag, value, step, phase: tl.constexpr, missing, ctl, alarm, pee
 
 
 @triton.jit
+def await_owed(owed, mine, step, ctl, alarm, peers, say, L: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr):
+    """Wait until the peers are through with step ``owed``, if there is one, before anything is sent into its set."""
+    late = tl.cast(0, tl.int64)
+    if owed > 0:
+        comb_flag = flags(mine, L.comb_flag)
+        for j in tl.static_range(1, W):
+            late |= look_soon(comb_flag + (RANK + j) % W, owed, -1, (RANK + j) % W)
+        late = await_flags(comb_flag, owed, step, DISPATCH, late, ctl, alarm, peers, say, L, RANK, W, True)
+    return late
+
+
+@triton.jit
 def _insist(flag, value, step, phase: tl.constexpr, missing, ctl, alarm, peers, say, L: tl.constexpr,
             RANK: tl.constexpr, W: tl.constexpr, SENDING: tl.constexpr):  # fmt: skip
     number, nobody = 2 * step + phase, tl.cast(0, tl.int64)
     mine = tl.load(peers + RANK)
     budget = tl.atomic_add(ctl + _BUDGET, 0)
     slice_ns = budget if _ALONE else budget - budget + SLICE_NS
-    told, first, crossing, call = missing, tl.cast(-1, tl.int32), tl.cast(-1, tl.int32), nobody
+    no_rank = tl.cast(-1, tl.int32)
+    told, first, ended, crossing, call = missing, no_rank, no_rank, no_rank, nobody
     spent, prolonged, spared, over = nobody, nobody, nobody, False
     if say:
         if not SENDING:
             say_phase(number, told, peers, L, RANK, W)
         say_waiting(told, peers, -1, L, RANK, W)
     while (missing != 0) & (over == 0):
-        patient, compiling, still, first = nobody, nobody, nobody, tl.cast(-1, tl.int32)
+        patient, compiling, still, first = nobody, nobody, nobody, no_rank
         for j in tl.static_range(1, W):
             p = (RANK + j) % W
             if has(missing, p):
@@ -103,6 +118,8 @@ def _insist(flag, value, step, phase: tl.constexpr, missing, ctl, alarm, peers, 
                     patient |= tl.where(said_waiting(p, mine, L), one, 0)
                     compiling |= tl.where(said_compiling(p, mine, L), one, 0)
                     if say:
+                        if has_ended(p, ctl):  # what it had sent counts
+                            ended = tl.where(poll(flag + p, value, 0) != 0, p, ended)
                         theirs = crossing_call(flag + p, value, number, p, mine, peers, L, RANK)
                         crossing = tl.where(theirs != 0, p, crossing)
                         call = tl.where(theirs != 0, theirs, call)
@@ -114,11 +131,13 @@ def _insist(flag, value, step, phase: tl.constexpr, missing, ctl, alarm, peers, 
         else:
             spent += slice_ns
         budget = tl.atomic_add(ctl + _BUDGET, 0)
-        over = (spent >= budget) | (crossing >= 0)
+        over = (spent >= budget) | (crossing >= 0) | (ended >= 0)
     if missing != 0:
         if crossing >= 0:
             report(ctl, alarm, CROSSED, crossing, both_calls(number, call))
             part(flag + crossing, value, number, crossing, missing, peers, L, RANK, W)
+        elif ended >= 0:
+            report(ctl, alarm, PEER_ENDED, ended, step)
         else:
             report(ctl, alarm, 1 + phase, first, step)
         spoil(ctl, step, phase)
@@ -182,6 +201,18 @@ def say_waiting(missing, peers, ranks, L: tl.constexpr, RANK: tl.constexpr, W: t
         if has(ranks, d):
             others = (missing & ~(tl.cast(1, tl.int64) << d)) != 0
             release(flags(tl.load(peers + d), L.waiting) + RANK, others.to(tl.int64))
+
+
+@triton.jit
+def has_ended(p, ctl):
+    """Whether the host knows that the process of rank ``p`` has ended, or has left."""
+    return poll(board(ctl) + _DEAD + p, tl.cast(1, tl.int64), 0) == 0
+
+
+@triton.jit
+def board(ctl):
+    """Words in pinned host memory: deaths, which the host writes, and accusations, which it reads."""
+    return tl.load(ctl + _BOARD).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
