@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "substrate": VOCABULARY | {"native"},
     "fleet": VOCABULARY | {"substrate"},
     "transports": VOCABULARY | {"native", "fleet", "substrate", "quant"},
-    "kernels": VOCABULARY | {"quant"},
+    "kernels": VOCABULARY | {"native", "quant"},
     "mega": VOCABULARY | {"fleet", "substrate", "quant"},
     "timing": VOCABULARY,
     "captured": VOCABULARY | {"fleet"},

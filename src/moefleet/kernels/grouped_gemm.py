@@ -28,7 +28,7 @@ from ..config import EpLayout, FleetParams, GroupedGemmConfig, KernelConfig
 from ..errors import config_error
 from ..tensors import DispatchOutput
 from ..weights import MoEWeights, PrequantizedMoEWeights, UnquantizedMoEWeights
-from . import prequantized
+from . import few_rows, prequantized
 from .base import ExpertKernel
 from .received import gathered, numbers
 
@@ -153,9 +153,12 @@ class GroupedGemmKernel(ExpertKernel):
                 self._on_device(out, weights, result)
             elif layout is EpLayout.EXPERT_MAJOR:
                 self._by_expert(out, weights, result)
-            else:
+            elif not few_rows.compute(out, weights, self._gate, result):
                 self._by_token(out, weights, result)
         return result
+
+    def _gate(self, h: torch.Tensor) -> torch.Tensor:
+        return _gated(h, self.activation)
 
     def _by_expert(self, out: DispatchOutput, weights: UnquantizedMoEWeights, result: torch.Tensor) -> None:
         """EXPERT_MAJOR: rows and results stay where they are."""

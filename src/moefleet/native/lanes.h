@@ -21,6 +21,7 @@ enum { WIDTH = 4 };
 #endif
 
 typedef float Lanes __attribute__((vector_size(4 * WIDTH)));
+typedef float Four __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 
@@ -47,6 +48,39 @@ static inline Lanes fused(float a, Lanes b, Lanes c)
     return (Lanes)vfmaq_n_f32((float32x4_t)c, (float32x4_t)b, a);
 #else
     return a * b + c;
+#endif
+}
+
+static inline Lanes fused_lanes(Lanes a, Lanes b, Lanes c)
+{
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Lanes)vfmaq_f32((float32x4_t)c, (float32x4_t)b, (float32x4_t)a);
+#else
+    return a * b + c;
+#endif
+}
+
+/* The sum over a, the sum over b, over c, over d. */
+static inline Four sums_over(Lanes a, Lanes b, Lanes c, Lanes d)
+{
+#if defined(__AVX512F__)
+    __m512 ab = _mm512_unpacklo_ps((__m512)a, (__m512)b) + _mm512_unpackhi_ps((__m512)a, (__m512)b);
+    __m512 cd = _mm512_unpacklo_ps((__m512)c, (__m512)d) + _mm512_unpackhi_ps((__m512)c, (__m512)d);
+    __m512 all = _mm512_shuffle_ps(ab, cd, 0x44) + _mm512_shuffle_ps(ab, cd, 0xEE);
+    __m256 half = _mm512_castps512_ps256(all) + _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(all), 1));
+    return (Four)(_mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
+#elif defined(__AVX__)
+    __m256 ab = _mm256_unpacklo_ps((__m256)a, (__m256)b) + _mm256_unpackhi_ps((__m256)a, (__m256)b);
+    __m256 cd = _mm256_unpacklo_ps((__m256)c, (__m256)d) + _mm256_unpackhi_ps((__m256)c, (__m256)d);
+    __m256 all = _mm256_shuffle_ps(ab, cd, 0x44) + _mm256_shuffle_ps(ab, cd, 0xEE);
+    return (Four)(_mm256_castps256_ps128(all) + _mm256_extractf128_ps(all, 1));
+#else
+    return (Four){(a[0] + a[2]) + (a[1] + a[3]), (b[0] + b[2]) + (b[1] + b[3]), (c[0] + c[2]) + (c[1] + c[3]),
+                  (d[0] + d[2]) + (d[1] + d[3])};
 #endif
 }
 

@@ -83,6 +83,16 @@ CALLS: dict[str, tuple[type | None, tuple[type, ...]]] = {
         c_int64,
         (c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, *(c_int64,) * 3),
     ),
+    "expand": (
+        c_int64,
+        (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64)
+        + (c_void_p, c_int64, c_void_p),
+    ),
+    "contract": (
+        None,
+        (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p)
+        + (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64),
+    ),
     "sizes": (c_int64, (c_int64,)),
 }
 """What ``moefleet_<name>`` returns and takes; the sources say what it does."""
