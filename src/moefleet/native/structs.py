@@ -85,7 +85,20 @@ CALLS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "expand": (
         c_int64,
-        (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64)
+        (
+            c_void_p,
+            c_int64,
+            c_void_p,
+            c_int64,
+            c_int64,
+            c_void_p,
+            c_int64,
+            c_int64,
+            c_void_p,
+            c_void_p,
+            c_int64,
+            c_int64,
+        )
         + (c_void_p, c_int64, c_void_p),
     ),
     "contract": (

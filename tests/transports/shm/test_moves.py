@@ -84,10 +84,16 @@ class Step:
     stay: bool = False
 
 
+def routing_of(ids: torch.Tensor, weights: torch.Tensor) -> Routing:
+    routing = Routing(ids.shape)
+    routing.read(ids, weights)
+    return routing
+
+
 def run(ranks: list[Rank], number: int, step: Step) -> Iterator[Any]:
     """Take a step, and yield all that users see of it, bits as integers."""
     world, topk = len(ranks), step.ids[0].shape[1]
-    routings = [Routing(ids, weights) for ids, weights in zip(step.ids, step.weights)]
+    routings = [routing_of(ids, weights) for ids, weights in zip(step.ids, step.weights)]
     dtype, scale_dtype = step.tokens[0].dtype, None if step.scales[0] is None else step.scales[0].dtype
     present = sum(1 << rank for rank in range(world) if rank != step.absent)
     here = [rank for rank in range(world) if rank != step.absent]
@@ -244,7 +250,7 @@ def test_what_peers_say_is_taken_within_bounds() -> None:
     )
     ranks = world_of(params, placement, in_c=True)
     step = Step([torch.tensor([[1], [0]])] * 2, [torch.ones(2, 1)] * 2, [torch.ones(2, 16)] * 2, [None] * 2)
-    routings = [Routing(ids, weights) for ids, weights in zip(step.ids, step.weights)]
+    routings = [routing_of(ids, weights) for ids, weights in zip(step.ids, step.weights)]
     for rank, routing in zip(ranks, routings):
         rank.moves.store(rank.buffers.sets[0], step.tokens[0], None, routing)
     inbox = ranks[0].buffers.inbox(0, ())
@@ -262,7 +268,7 @@ def test_routing_is_checked_and_copied_at_once(dtype: torch.dtype) -> None:
     params, placement = params_of(EpLayout.FLAT, 6, 4, 16, dtype_bytes=4, max_topk=3), Placement.contiguous(6, 1)
     moves = world_of(params, placement, in_c=True)[0].moves
     ids, weights = torch.tensor([[5, -1, 0], [2, 2, 3]], dtype=dtype), torch.rand(2, 3)
-    routing = Routing(torch.zeros_like(ids), torch.zeros_like(weights))
+    routing = routing_of(torch.zeros_like(ids), torch.zeros_like(weights))
     for wrong in (6, -2, torch.iinfo(dtype).max, torch.iinfo(dtype).min):
         bad = ids.clone()
         bad[1, 2] = wrong
@@ -270,5 +276,5 @@ def test_routing_is_checked_and_copied_at_once(dtype: torch.dtype) -> None:
         assert not routing.ids.any() and not routing.weights.any(), "nothing has changed"
     assert moves.read(routing, ids, weights)
     assert routing.ids.tolist() == ids.tolist() and routing.weights.tolist() == weights.tolist()
-    none = Routing(ids[:0], weights[:0])
+    none = Routing(ids[:0].shape)
     assert moves.read(none, ids[:0], weights[:0])

@@ -146,7 +146,7 @@ class NativeMoves(Moves[NativeInbox]):
 
     def read(self, routing: Routing, ids: torch.Tensor, weights: torch.Tensor) -> bool:
         if not self._read(
-            ids.data_ptr(), ids.dtype is torch.int64, weights.data_ptr(), routing.ids.size, self._experts,
+            ids.data_ptr(), ids.dtype is torch.int64, weights.data_ptr(), ids.numel(), self._experts,
             routing.ids_at, routing.weights_at,
         ):  # fmt: skip
             return False
@@ -159,7 +159,7 @@ class NativeMoves(Moves[NativeInbox]):
             tokens, pitch = self.pitched(tokens)
             tokens_at = tokens.data_ptr()
         scales, scale_at, scale_pitch = self.pitched_scales(scales)
-        count, topk = routing.ids.shape
+        count, topk = routing.shape
         self._store(
             self.address, at.parity, count, tokens_at, pitch, scale_at, scale_pitch,
             routing.ids_at, routing.weights_at, topk,
@@ -167,7 +167,7 @@ class NativeMoves(Moves[NativeInbox]):
 
     def push(self, at: BufferSet, tokens: torch.Tensor, routing: Routing, before: Ranks, to: int) -> None:
         tokens, pitch = self.pitched(tokens)
-        count, topk = routing.ids.shape
+        count, topk = routing.shape
         self._push(
             self.address, at.parity, self._in_c(before), as_bits(to), count, tokens.data_ptr(), pitch,
             routing.ids_at, routing.weights_at, topk,
@@ -193,7 +193,7 @@ class NativeMoves(Moves[NativeInbox]):
         dtype: torch.dtype,
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor, int | None]:
-        count, topk = routing.ids.shape
+        count, topk = routing.shape
         out = self.room(dtype, count, out)
         unserved = self._sum(
             self.address, at.parity, TYPE_CODES[dtype], routing.ids_at, count, topk, as_bits(present),

@@ -54,21 +54,32 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
 
     _routing: Routing | None = None
 
-    def update(self, params: HandleParams, algo_knobs: Sequence[HandleAlgoKnob] = ()) -> None:
-        weights = None if algo_knobs else self._given_weights
-        if len(algo_knobs) == 1 and type(algo_knobs[0]) is HandleAlgoKnobTopKWeights:
-            weights = algo_knobs[0].weights
-        self._expect(Phase.IDLE, "update")
-        fleet, routing, ids = self._fleet, self._routed(), params.topk_ids
+    def _read(self, params: HandleParams, knobs: Sequence[HandleAlgoKnob]) -> None:
+        """The usual case, plain ids and weights, in one call of the helper; the long way does all others."""
+        fleet, ids = self._fleet, params.topk_ids
+        weights = None if knobs else self._given_weights
+        if len(knobs) == 1 and type(knobs[0]) is HandleAlgoKnobTopKWeights:
+            weights = knobs[0].weights
         if (
             weights is not None
-            and is_plain(ids, self._shape, _IDS, fleet.device)
-            and is_plain(weights, self._shape, _WEIGHTS, fleet.device)
-            and fleet.moves.read(routing, ids, weights)
+            and self._is_plain(ids, weights)
+            and fleet.moves.read(self._routing_of(ids), ids, weights)
         ):
-            self._given_weights = weights
+            self._given_weights, self._shape = weights, ids.shape
         else:
-            super().update(params, algo_knobs)
+            super()._read(params, knobs)
+
+    def _is_plain(self, ids: torch.Tensor, weights: torch.Tensor) -> bool:
+        """Whether all but the ids' values can be told to be right at a glance."""
+        params, device = self._fleet.params, self._fleet.device
+        return (
+            type(ids) is torch.Tensor
+            and ids.dim() == 2
+            and len(ids) <= params.max_tokens_per_rank
+            and 1 <= ids.shape[1] <= params.max_topk
+            and is_plain(ids, ids.shape, _IDS, device)
+            and is_plain(weights, ids.shape, _WEIGHTS, device)
+        )
 
     def combine_buffer(self) -> torch.Tensor | None:
         self._expect(Phase.RECEIVED, "combine_buffer")
@@ -79,10 +90,13 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         return open_.at.returned[open_.dtype]
 
     def _snapshot(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        self._routing_of(topk_ids).read(topk_ids, topk_weights)
+
+    def _routing_of(self, topk_ids: torch.Tensor) -> Routing:
+        """Memory for routing of this shape, which stays the same for the handle's life."""
         if self._routing is None:
-            self._routing = Routing(topk_ids, topk_weights)
-        else:
-            self._routing.read(topk_ids, topk_weights)
+            self._routing = Routing(topk_ids.shape)
+        return self._routing
 
     def _routed(self) -> Routing:
         assert self._routing is not None, "read at construction"

@@ -24,24 +24,33 @@ class Routing:
     """A handle's copy of its routing.
 
     Args:
-        ids, weights: ``[T, K]`` of any integer and floating type.
+        shape: ``[T, K]``.
 
     Attributes:
-        ids, weights: int32 and float32 ``[T, K]``, the same memory for the handle's life.
+        ids, weights: int32 and float32 ``[T, K]``, the same memory for a handle's life; undefined before :meth:`read`.
         ids_at, weights_at: their addresses.
         back: where the sums will be, beside the owners of experts that this follows from; ``None``: not known yet.
     """
 
-    def __init__(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        self.ids: npt.NDArray[np.int32] = np.empty(ids.shape, np.int32)
-        self.weights: npt.NDArray[np.float32] = np.empty(ids.shape, np.float32)
-        self.ids_at, self.weights_at = self.ids.ctypes.data, self.weights.ctypes.data
-        self.read(ids, weights)
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = shape
+        self._both = torch.empty(2, *shape, dtype=torch.int32)
+        self.ids_at = self._both.data_ptr()
+        self.weights_at = self.ids_at + self._both.nbytes // 2
+        self.back: tuple[Ints, Homecoming] | None = None
+
+    @property
+    def ids(self) -> npt.NDArray[np.int32]:
+        return self._both[0].numpy()
+
+    @property
+    def weights(self) -> npt.NDArray[np.float32]:
+        return self._both[1].numpy().view(np.float32)
 
     def read(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Copy new routing of the same shape."""
+        """Copy routing of this shape, of any integer and floating type."""
         self.ids[:], self.weights[:] = ids.numpy(), weights.numpy()
-        self.back: tuple[Ints, Homecoming] | None = None
+        self.back = None
 
 
 class Moves(ABC, Generic[I]):

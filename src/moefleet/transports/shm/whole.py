@@ -56,7 +56,7 @@ class WholePhases:
         tokens, pitch = self._moves.pitched(tokens)
         scales, scale_at, scale_pitch = self._moves.pitched_scales(scales)
         epoch, trusted, all_trusted = self._quick.mind()
-        count, topk = routing.ids.shape
+        count, topk = routing.shape
         return Reached(
             self._dispatch(
                 self._fleet, inbox.address, step, epoch, count, tokens.data_ptr(), pitch, scale_at, scale_pitch,
@@ -76,7 +76,7 @@ class WholePhases:
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor, int | None] | None:
         """From giving the experts' rows to the sum, as of :meth:`Moves.sum`; ``None``: no further than commit."""
-        moves, (count, topk) = self._moves, routing.ids.shape
+        moves, (count, topk) = self._moves, routing.shape
         out = moves.room(rows.dtype, count, out)
         given, pitch = moves.pitched(rows)
         epoch, trusted, all_trusted = self._quick.mind()
