@@ -1,67 +1,72 @@
-"""Few rows of float32 on a CPU, RANK_MAJOR and FLAT: the compiled helper's products around torch's gate.
+"""Few rows of float32 on a CPU: all that experts make of them in one call of the compiled helper.
 
-Calls are what few rows cost: this is two of the helper, and those of the gate.
+Calls are what few rows cost, and this is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import math
 
 import torch
 
 from .. import native
+from ..config import GroupedGemmConfig
 from ..tensors import DispatchOutput
 from ..weights import UnquantizedMoEWeights
 
-MOST_PAIRS = 8
-"""Pairs (row, expert) for each local expert, on average, up to which this was measured to be faster."""
+MOST_ROWS = 8
+"""Rows of a local expert, on average, up to which this was measured to be faster: ``benchmarks/expert_gemm.py``."""
 
 
-def compute(
-    out: DispatchOutput,
-    weights: UnquantizedMoEWeights,
-    gated: Callable[[torch.Tensor], torch.Tensor],
-    result: torch.Tensor,
-) -> bool:
-    """Write what experts make of the rows that exist to ``result``, if they are few and C can read all of it.
+class FewRows:
+    """Gated experts with biases or without, for gates that begin with silu.
 
     Args:
-        gated: what stands between an expert's matrices: ``[N, 2I]`` to ``[N, I]``.
-
-    Returns:
-        Whether it did. If not, nothing has changed.
+        library: the helper.
+        config: the gate.
     """
-    library = native.library()
-    rows, ids, factors = out.expert_tensors, out.recv_topk_idx, out.recv_topk_weights
-    counts = out.recv_total_counter if out.expert_counts is None else out.expert_counts
-    w13, w2, b13, b2 = weights.w13, weights.w2, weights.w13_bias, weights.w2_bias
-    assert ids is not None and factors is not None and counts is not None
-    if library is None or torch.get_num_threads() > 1:
-        return False
-    if not (
-        rows.dtype is w13.dtype is w2.dtype is result.dtype is factors.dtype is torch.float32
-        and rows.is_contiguous()
-        and ids.is_contiguous()
-        and factors.is_contiguous()
-        and result.is_contiguous()
-        and w13.is_contiguous()
-        and w2.is_contiguous()
-    ):
-        return False
-    experts, hidden, inter = w2.shape
-    blocks, capacity, topk = len(counts), rows.shape[-2], ids.shape[-1]
-    most = MOST_PAIRS * experts
-    plan, h = torch.empty(experts + 2 * most, dtype=torch.int64), torch.empty(most, 2 * inter)
-    pairs = library.moefleet_expand(
-        rows.data_ptr(), hidden, counts.data_ptr(), blocks, capacity, ids.data_ptr(), topk, experts,
-        w13.data_ptr(), None if b13 is None else b13.data_ptr(), hidden, 2 * inter, plan.data_ptr(), most, h.data_ptr(),
-    )  # fmt: skip
-    if pairs < 0:
-        return False
-    a, y = gated(h[:pairs]), torch.empty(pairs, hidden)
-    library.moefleet_contract(
-        a.data_ptr(), plan.data_ptr(), most, counts.data_ptr(), blocks, capacity, ids.data_ptr(), factors.data_ptr(),
-        topk, experts, w2.data_ptr(), None if b2 is None else b2.data_ptr(), inter, hidden, y.data_ptr(),
-        result.data_ptr(), 4 * hidden,
-    )  # fmt: skip
-    return True
+
+    def __init__(self, library: ctypes.CDLL, config: GroupedGemmConfig) -> None:
+        self._experts = library.moefleet_experts
+        self._gate = math.inf if config.limit is None else config.limit, config.alpha, config.up_shift
+
+    @classmethod
+    def of(cls, config: GroupedGemmConfig) -> FewRows | None:
+        """``None`` for another activation, or without the helper."""
+        library = native.library() if config.activation == "silu" else None
+        return None if library is None else cls(library, config)
+
+    def compute(self, out: DispatchOutput, weights: UnquantizedMoEWeights, result: torch.Tensor) -> bool:
+        """Write what experts make of the rows that exist to ``result``, as ``ExpertKernel.compute`` says.
+
+        Returns:
+            Whether it was done. If not, nothing has changed: rows are many, or a tensor is not for C to read.
+        """
+        if torch.get_num_threads() > 1:
+            return False
+        rows, ids, factors = out.expert_tensors, out.recv_topk_idx, out.recv_topk_weights
+        counts = out.recv_total_counter if out.expert_counts is None else out.expert_counts
+        w13, w2, b13, b2 = weights.w13, weights.w2, weights.w13_bias, weights.w2_bias
+        if not (_in_c(torch.float32, rows, result, w13, w2, b13, b2, factors) and _in_c(torch.int64, ids)):
+            return False
+        assert counts is not None
+        experts, hidden, inter = w2.shape
+        done = self._experts(
+            rows.data_ptr(), counts.data_ptr(), len(counts), rows.shape[-2], _at(ids), _at(factors),
+            0 if ids is None else ids.shape[-1], experts, hidden, inter, w13.data_ptr(), _at(b13), w2.data_ptr(),
+            _at(b2), *self._gate, MOST_ROWS * experts, result.data_ptr(),
+        )  # fmt: skip
+        return done > 0
+
+
+def _in_c(dtype: torch.dtype, *tensors: torch.Tensor | None) -> bool:
+    """Whether these are of this type, on the CPU, and their elements side by side, those that are there."""
+    return all(
+        tensor is None or (tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg())
+        for tensor in tensors
+    )
+
+
+def _at(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

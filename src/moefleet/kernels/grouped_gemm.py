@@ -28,8 +28,9 @@ from ..config import EpLayout, FleetParams, GroupedGemmConfig, KernelConfig
 from ..errors import config_error
 from ..tensors import DispatchOutput
 from ..weights import MoEWeights, PrequantizedMoEWeights, UnquantizedMoEWeights
-from . import few_rows, prequantized
+from . import prequantized
 from .base import ExpertKernel
+from .few_rows import FewRows
 from .received import gathered, numbers
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -84,6 +85,7 @@ class GroupedGemmKernel(ExpertKernel):
             self.activation = partial(_scaled_silu, alpha=config.alpha)
         if config.limit is not None or config.up_shift:
             self.activation = ClampedGate(self.activation, config.limit, config.up_shift)
+        self._few_rows = FewRows.of(config)
         self._most_topk = sys.maxsize
 
     def validate(self, params: FleetParams, weights: MoEWeights | None) -> None:
@@ -146,6 +148,8 @@ class GroupedGemmKernel(ExpertKernel):
         if layout is EpLayout.EXPERT_MAJOR and len(rows) != len(w13):
             raise config_error("expert_tensors", f"{len(rows)} blocks", f"the weights' L = {len(w13)}, one per expert")
         result = torch.empty_like(rows, dtype=w13.dtype) if into is None else into
+        if self._few_rows is not None and self._few_rows.compute(out, weights, result):
+            return result
         with torch.no_grad():
             if not len(w13):  # this rank holds no experts
                 result.zero_()
@@ -153,12 +157,9 @@ class GroupedGemmKernel(ExpertKernel):
                 self._on_device(out, weights, result)
             elif layout is EpLayout.EXPERT_MAJOR:
                 self._by_expert(out, weights, result)
-            elif not few_rows.compute(out, weights, self._gate, result):
+            else:
                 self._by_token(out, weights, result)
         return result
-
-    def _gate(self, h: torch.Tensor) -> torch.Tensor:
-        return _gated(h, self.activation)
 
     def _by_expert(self, out: DispatchOutput, weights: UnquantizedMoEWeights, result: torch.Tensor) -> None:
         """EXPERT_MAJOR: rows and results stay where they are."""

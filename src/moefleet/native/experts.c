@@ -1,8 +1,10 @@
-/* The two products of gated experts for few rows, float32. Rows are read where dispatch put them, matrices where they
-   lie, each once; what stands between the products is the caller's. */
+/* Gated experts for few rows, float32, in one call: rows are read where dispatch put them, matrices where they lie, each
+   once for up to four rows. */
 
 #include "lanes.h"
 #include "moefleet.h"
+
+#include <stdlib.h>
 
 enum { ROWS = 4, OUTPUTS = 4 }; /* of a block whose sums are kept in registers */
 enum { AHEAD = 8 };             /* rows of a matrix that are asked for before they are needed: it comes from far */
@@ -76,10 +78,10 @@ static void few(int64_t rows, const float *const *x, const float *w, const float
             y[r][o] = dot(x[r], w + o * in, in) + (bias ? bias[o] : 0.0f);
 }
 
-/* Each expert's rows through its matrix: of w [experts, out, in], rows ends[e - 1] to ends[e] - 1 of y [N, out]. Row n is
-   row place[n] of x, or row n without places. */
-static void multiply(const float *x, int64_t pitch, const int64_t *place, const int64_t *ends, int64_t experts,
-                     const float *w, const float *bias, int64_t in, int64_t out, float *y)
+/* Each expert's rows through its matrix: of w [experts, out, in], those from ends[e - 1] to ends[e] - 1. Row n is read from
+   row from_place[n] of x, and goes to row to_place[n] of y [.., out]; without places it is row n. */
+static void multiply(const float *x, int64_t pitch, const int64_t *from_place, const int64_t *ends, int64_t experts,
+                     const float *w, const float *bias, int64_t in, int64_t out, float *y, const int64_t *to_place)
 {
     for (int64_t e = 0, n = 0; e < experts; e++) {
         while (n < ends[e]) {
@@ -87,75 +89,129 @@ static void multiply(const float *x, int64_t pitch, const int64_t *place, const 
             float *to[ROWS];
             int64_t rows = 0;
             for (; rows < ROWS && n < ends[e]; rows++, n++) {
-                from[rows] = x + (place ? place[n] : n) * pitch;
-                to[rows] = y + n * out;
+                from[rows] = x + (from_place ? from_place[n] : n) * pitch;
+                to[rows] = y + (to_place ? to_place[n] : n) * out;
             }
             few(rows, from, w + e * in * out, bias ? bias + e * out : NULL, in, out, to);
         }
     }
 }
 
-/* Find the pairs (row, local expert) of the rows that exist, sorted by expert, and multiply: h [N, wide].
-
-   x: blocks of `capacity` rows, counts[b] of which exist; ids: [blocks * capacity, K], no expert where one is none of 0 to
-   experts - 1. plan: room for experts + 2 * most numbers: where each expert's pairs end; of each pair, sorted, the row's
-   place; of each pair, in the order of rows, where it is among the sorted. Returns N, or -1 if there are more than `most`
-   pairs: then nothing was written but the plan. */
-int64_t moefleet_expand(const float *x, int64_t pitch, const int32_t *counts, int64_t blocks, int64_t capacity,
-                        const int64_t *ids, int64_t topk, int64_t experts, const float *w, const float *bias, int64_t hidden,
-                        int64_t wide, int64_t *plan, int64_t most, float *h)
+/* h [N, 2 * inter], of which the first half of each row becomes gate * sigmoid(alpha * gate) * (up + shift), both halves
+   clamped first. */
+static void gate(float *h, int64_t pairs, int64_t inter, float limit, float alpha, float shift)
 {
-    int64_t *ends = plan, *place = plan + experts, *sorted = place + most, pairs = 0, start = 0;
-    for (int64_t e = 0; e < experts; e++)
-        ends[e] = 0;
-    for (int64_t b = 0; b < blocks; b++) {
-        const int64_t *first = ids + b * capacity * topk;
-        for (int64_t slot = 0; slot < counts[b] * topk; slot++) {
-            if ((uint64_t)first[slot] >= (uint64_t)experts)
-                continue;
-            if (pairs++ == most)
-                return -1;
-            ends[first[slot]]++;
+    for (int64_t n = 0; n < pairs; n++, h += 2 * inter)
+        for (int64_t i = 0; i < inter; i += WIDTH) {
+            size_t bytes = 4 * (size_t)(inter - i < WIDTH ? inter - i : WIDTH);
+            Lanes g = {0}, up = {0};
+            memcpy(&g, h + i, bytes);
+            memcpy(&up, h + inter + i, bytes);
+            g = at_most(g, limit);
+            up = -at_most(-at_most(up, limit), limit);
+            g = g / (1.0f + exponential(-alpha * g)) * (up + shift);
+            memcpy(h + i, &g, bytes);
         }
+}
+
+/* The pairs (row, expert) of the rows that exist. */
+typedef struct {
+    int64_t count;
+    int64_t *ends;   /* [experts] where each expert's pairs end, sorted by expert */
+    int64_t *place;  /* [count] of a sorted pair: its row */
+    int64_t *sorted; /* [count] of a pair in the order of rows: where it is among the sorted; where rows have ids */
+} Pairs;
+
+/* Whether a slot names an expert that is here. */
+static int is_here(int64_t id, int64_t experts)
+{
+    return (uint64_t)id < (uint64_t)experts;
+}
+
+/* How many pairs there are, counted in `ends` for each expert; more than `most` are not counted to their end. */
+static int64_t count_pairs(const int32_t *counts, int64_t blocks, int64_t capacity, const int64_t *ids, int64_t topk,
+                           int64_t experts, int64_t most, int64_t *ends)
+{
+    int64_t pairs = 0;
+    memset(ends, 0, (size_t)experts * sizeof *ends);
+    for (int64_t b = 0; b < blocks && pairs <= most; b++) {
+        const int64_t *first = ids + b * capacity * topk;
+        for (int64_t slot = 0; ids && slot < counts[b] * topk && pairs <= most; slot++)
+            if (is_here(first[slot], experts)) {
+                ends[first[slot]]++;
+                pairs++;
+            }
+        if (!ids)
+            pairs += ends[b] = counts[b];
     }
+    return pairs;
+}
+
+static void sort_pairs(Pairs *pairs, const int32_t *counts, int64_t blocks, int64_t capacity, const int64_t *ids,
+                       int64_t topk, int64_t experts)
+{
+    int64_t *ends = pairs->ends, *sorted = pairs->sorted, start = 0;
     for (int64_t e = 0; e < experts; e++) { /* where they begin, for now */
         int64_t count = ends[e];
         ends[e] = start;
         start += count;
     }
-    pairs = 0;
     for (int64_t b = 0; b < blocks; b++)
         for (int64_t row = b * capacity; row < b * capacity + counts[b]; row++)
-            for (int64_t k = 0; k < topk; k++) {
-                int64_t expert = ids[row * topk + k];
-                if ((uint64_t)expert >= (uint64_t)experts)
+            for (int64_t k = 0; k < (ids ? topk : 1); k++) {
+                int64_t expert = ids ? ids[row * topk + k] : b;
+                if (!is_here(expert, experts))
                     continue;
-                sorted[pairs++] = ends[expert];
-                place[ends[expert]++] = row;
+                if (ids)
+                    *sorted++ = ends[expert];
+                pairs->place[ends[expert]++] = row;
             }
-    multiply(x, pitch, place, ends, experts, w, bias, hidden, wide, h);
-    return pairs;
 }
 
-/* Multiply what was made of h, a [N, inter], by the other matrices, y [N, hidden], and give each row that exists the sum of
-   its pairs times their weights, in the order of its slots. The plan is that of moefleet_expand. */
-void moefleet_contract(const float *a, const int64_t *plan, int64_t most, const int32_t *counts, int64_t blocks,
-                       int64_t capacity, const int64_t *ids, const float *weights, int64_t topk, int64_t experts,
-                       const float *w, const float *bias, int64_t inter, int64_t hidden, float *y, char *to, int64_t pitch)
+/* What gated experts make of the rows that exist, to `to`, which may be x itself.
+
+   x, to: blocks of `capacity` rows, counts[b] of which exist. With ids [blocks * capacity, K] a row gets the sum of its
+   slots' experts times their weights, in the order of slots; an id that is none of 0 to experts - 1 counts as none. Without
+   ids block b is expert b's, and a row gets what that makes of it.
+
+   w13 [experts, 2 * inter, hidden] and w2 [experts, hidden, inter], their biases may be missing. Returns 0, and writes
+   nothing, where there are more than `most` pairs of a row and an expert, or no memory. */
+int64_t moefleet_experts(const float *x, const int32_t *counts, int64_t blocks, int64_t capacity, const int64_t *ids,
+                         const float *weights, int64_t topk, int64_t experts, int64_t hidden, int64_t inter,
+                         const float *w13, const float *b13, const float *w2, const float *b2, double limit,
+                         double alpha, double shift, int64_t most, float *to)
 {
-    const int64_t *sorted = plan + experts + most;
-    multiply(a, inter, NULL, plan, experts, w, bias, inter, hidden, y);
-    for (int64_t b = 0; b < blocks; b++)
+    int64_t *room = malloc((size_t)(experts + 2 * most) * sizeof *room);
+    if (!room)
+        return 0;
+    Pairs pairs = {0, room, room + experts, room + experts + most};
+    pairs.count = count_pairs(counts, blocks, capacity, ids, topk, experts, most, pairs.ends);
+    float *h = NULL;
+    if (pairs.count <= most)
+        h = malloc((size_t)pairs.count * (size_t)(2 * inter + hidden) * sizeof *h + 1);
+    if (!h) {
+        free(room);
+        return 0;
+    }
+    sort_pairs(&pairs, counts, blocks, capacity, ids, topk, experts);
+    multiply(x, hidden, pairs.place, pairs.ends, experts, w13, b13, hidden, 2 * inter, h, NULL);
+    gate(h, pairs.count, inter, (float)limit, (float)alpha, (float)shift);
+    float *y = ids ? h + pairs.count * 2 * inter : to;
+    multiply(h, 2 * inter, NULL, pairs.ends, experts, w2, b2, inter, hidden, y, ids ? NULL : pairs.place);
+    const int64_t *sorted = pairs.sorted;
+    for (int64_t b = 0; ids && b < blocks; b++)
         for (int64_t row = b * capacity; row < b * capacity + counts[b]; row++) {
             const char *terms[topk];
             float weight[topk];
             int64_t found = 0;
-            for (int64_t k = 0; k < topk; k++) {
-                if ((uint64_t)ids[row * topk + k] >= (uint64_t)experts)
-                    continue;
-                weight[found] = weights[row * topk + k];
-                terms[found++] = (const char *)(y + *sorted++ * hidden);
-            }
-            sum_rows(FLOAT32, to + row * pitch, terms, weight, found, hidden, 0, 0);
+            for (int64_t k = 0; k < topk; k++)
+                if (is_here(ids[row * topk + k], experts)) {
+                    weight[found] = weights[row * topk + k];
+                    terms[found++] = (const char *)(y + *sorted++ * hidden);
+                }
+            sum_rows(FLOAT32, (char *)(to + row * hidden), terms, weight, found, hidden, 0, 0);
         }
+    free(h);
+    free(room);
+    return 1;
 }

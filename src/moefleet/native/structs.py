@@ -83,28 +83,10 @@ CALLS: dict[str, tuple[type | None, tuple[type, ...]]] = {
         c_int64,
         (c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, *(c_int64,) * 3),
     ),
-    "expand": (
+    "experts": (
         c_int64,
-        (
-            c_void_p,
-            c_int64,
-            c_void_p,
-            c_int64,
-            c_int64,
-            c_void_p,
-            c_int64,
-            c_int64,
-            c_void_p,
-            c_void_p,
-            c_int64,
-            c_int64,
-        )
-        + (c_void_p, c_int64, c_void_p),
-    ),
-    "contract": (
-        None,
-        (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p)
-        + (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64),
+        (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, *(c_int64,) * 4, *(c_void_p,) * 4)
+        + (c_double, c_double, c_double, c_int64, c_void_p),
     ),
     "sizes": (c_int64, (c_int64,)),
 }
