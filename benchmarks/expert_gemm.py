@@ -1,16 +1,18 @@
-"""Time the two ways of :mod:`moefleet.kernels.grouped_gemm` to multiply experts' rows, and whole kernel calls.
+"""Time the three ways of :mod:`moefleet.kernels.grouped_gemm` to multiply experts' rows, and whole kernel calls.
 
     python benchmarks/expert_gemm.py                  # the table behind the kernel's rule, on this machine
     python benchmarks/expert_gemm.py --calls          # one kernel call per layout at decode sizes
 
 Medians in microseconds; the candidates of a line alternate. "gathered" starts from and ends at rows sorted by expert,
-as RANK_MAJOR and FLAT do; "in place" reads and writes padded blocks, as EXPERT_MAJOR does. A ratio above 1 says that
-grouped_mm is faster.
+as RANK_MAJOR and FLAT do; "in place" reads and writes padded blocks, as EXPERT_MAJOR does. "helper" is the one call of
+the compiled helper, for float32 only. A ratio above 1 says that grouped_mm is faster than torch.mm for each expert, or
+the helper faster than grouped_mm.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +20,9 @@ from itertools import product
 
 import torch
 
-from moefleet.config import EpLayout
+from moefleet.config import EpLayout, GroupedGemmConfig
 from moefleet.kernels import get_kernel
+from moefleet.kernels.few_rows import FewRows
 from moefleet.kernels.grouped_gemm import ACTIVATIONS, each_expert, grouped_experts
 from moefleet.tensors import DispatchOutput
 from moefleet.weights import UnquantizedMoEWeights
@@ -74,21 +77,39 @@ def strategies(experts: int, rows: int, weights: UnquantizedMoEWeights) -> dict[
         for target, part in zip(fronts(results), y.split(counts.tolist()), strict=True):
             target.copy_(part)
 
-    return {f.__name__: f for f in (gathered_each, gathered_grouped, in_place_each, in_place_grouped)}
+    flat = DispatchOutput(
+        x,
+        torch.arange(experts).repeat_interleave(rows)[:, None],
+        torch.ones(len(x), 1),
+        recv_total_counter=torch.tensor([len(x)], dtype=torch.int32),
+    )
+    padded, y, few = DispatchOutput(blocks, expert_counts=counts), torch.empty_like(x), FewRows.of(GroupedGemmConfig())
+
+    def gathered_helper() -> None:
+        few and few.compute(flat, weights, y, len(x))
+
+    def in_place_helper() -> None:
+        few and few.compute(padded, weights, results, len(x))
+
+    ways = gathered_each, gathered_grouped, gathered_helper, in_place_each, in_place_grouped, in_place_helper
+    return {f.__name__: f for f in ways if dtype is torch.float32 or "helper" not in f.__name__}
 
 
 def strategy_table(args: argparse.Namespace) -> Iterator[str]:
-    yield "|    H |    I | dtype    |  L | rows | gathered mm | grouped_mm | ratio | in place mm | grouped_mm | ratio |"
-    yield "| ---: | ---: | -------- | -: | ---: | ----------: | ---------: | ----: | ----------: | ---------: | ----: |"
+    columns = " mm | grouped_mm | ratio | helper | ratio |"
+    yield "|    H |    I | dtype    |  L | rows | gathered" + columns + " in place" + columns
+    yield "| ---: | ---: | -------- | -: | ---: " + "| ----------: | ---------: | ----: | -----: | ----: " * 2 + "|"
     for (hidden, inter), dtype, experts, rows in product(SHAPES, args.dtypes, args.experts, args.rows):
         if experts * rows * hidden * inter > args.largest:
             continue
         took = medians(strategies(experts, rows, make_weights(experts, hidden, inter, dtype)), args.seconds)
-        a, b, c, d = took.values()
-        yield (
-            f"| {hidden:4} | {inter:4} | {str(dtype)[6:]:8} | {experts:2} | {rows:4} "
-            f"| {a:11.1f} | {b:10.1f} | {a / b:5.2f} | {c:11.1f} | {d:10.1f} | {c / d:5.2f} |"
-        )
+        line = f"| {hidden:4} | {inter:4} | {str(dtype)[6:]:8} | {experts:2} | {rows:4} "
+        for way in ("gathered", "in_place"):
+            each, grouped, helper = (took.get(f"{way}_{name}", math.nan) for name in ("each", "grouped", "helper"))
+            line += (
+                f"| {each:11.1f} | {grouped:10.1f} | {each / grouped:5.2f} | {helper:6.1f} | {grouped / helper:5.2f} "
+            )
+        yield line + "|"
 
 
 def received(layout: EpLayout, tokens: int, experts: int, hidden: int, dtype: torch.dtype) -> DispatchOutput:

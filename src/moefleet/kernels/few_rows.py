@@ -15,9 +15,6 @@ from ..config import GroupedGemmConfig
 from ..tensors import DispatchOutput
 from ..weights import UnquantizedMoEWeights
 
-MOST_ROWS = 8
-"""Rows of a local expert, on average, up to which this was measured to be faster: ``benchmarks/expert_gemm.py``."""
-
 
 class FewRows:
     """Gated experts with biases or without, for gates that begin with silu.
@@ -37,14 +34,15 @@ class FewRows:
         library = native.library() if config.activation == "silu" else None
         return None if library is None else cls(library, config)
 
-    def compute(self, out: DispatchOutput, weights: UnquantizedMoEWeights, result: torch.Tensor) -> bool:
+    def compute(self, out: DispatchOutput, weights: UnquantizedMoEWeights, result: torch.Tensor, most: int) -> bool:
         """Write what experts make of the rows that exist to ``result``, as ``ExpertKernel.compute`` says.
+
+        Args:
+            most: pairs (row, local expert) up to which it is done.
 
         Returns:
             Whether it was done. If not, nothing has changed: rows are many, or a tensor is not for C to read.
         """
-        if torch.get_num_threads() > 1:
-            return False
         rows, ids, factors = out.expert_tensors, out.recv_topk_idx, out.recv_topk_weights
         counts = out.recv_total_counter if out.expert_counts is None else out.expert_counts
         w13, w2, b13, b2 = weights.w13, weights.w2, weights.w13_bias, weights.w2_bias
@@ -55,7 +53,7 @@ class FewRows:
         done = self._experts(
             rows.data_ptr(), counts.data_ptr(), len(counts), rows.shape[-2], _at(ids), _at(factors),
             0 if ids is None else ids.shape[-1], experts, hidden, inter, w13.data_ptr(), _at(b13), w2.data_ptr(),
-            _at(b2), *self._gate, MOST_ROWS * experts, result.data_ptr(),
+            _at(b2), *self._gate, most, result.data_ptr(),
         )  # fmt: skip
         return done > 0
 

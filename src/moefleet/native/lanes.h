@@ -84,19 +84,21 @@ static inline Four sums_over(Lanes a, Lanes b, Lanes c, Lanes d)
 #endif
 }
 
-/* Not numbers stay what they are. */
-static inline Lanes at_most(Lanes values, float limit)
+static inline Lanes chosen(Words where, Lanes these, Lanes others)
 {
-    Words over = (Words)(values > limit);
-    return (Lanes)((over & (Words)((Lanes){0} + limit)) | (~over & (Words)values));
+    return (Lanes)((where & (Words)these) | (~where & (Words)others));
 }
 
-/* e to the power of each, within two units in the last place, for results that are neither 0 nor infinite: what is
-   outside of -87 to 88 counts as that. */
+/* What is no number stays so. */
+static inline Lanes at_most(Lanes values, float limit)
+{
+    return chosen((Words)(values > limit), (Lanes){0} + limit, values);
+}
+
+/* e to the power of each, within one unit in the last place. Below -87 that is 0, above 88 infinity. */
 static inline Lanes exponential(Lanes values)
 {
     const float whole_numbers = 0x1.8p23f; /* added, it leaves the nearest whole number in the lowest bits */
-    values = -at_most(-at_most(values, 88.0f), 87.0f);
     Lanes shifted = values * 0x1.715476p0f + whole_numbers, whole = shifted - whole_numbers;
     Lanes rest = values - whole * 0x1.63p-1f + whole * 0x1.bd0106p-13f; /* less whole times the logarithm of 2 */
     Lanes sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -105,7 +107,9 @@ static inline Lanes exponential(Lanes values)
     sum = sum * rest + 1.6666665459e-1f;
     sum = sum * rest + 5.0000001201e-1f;
     sum = sum * rest * rest + rest + 1.0f;
-    return sum * (Lanes)(((Words)shifted << 23) + 0x3F800000);
+    sum = sum * (Lanes)(((Words)shifted << 23) + 0x3F800000);
+    sum = chosen((Words)(values < -87.0f), (Lanes){0}, sum);
+    return chosen((Words)(values > 88.0f), (Lanes){0} + __builtin_inff(), sum);
 }
 
 /* bfloat16 is the upper half of a float32. Half way between two of them the even one is taken, or, where `away`, the one
