@@ -17,7 +17,7 @@ from .memory import AddressRange, create_segment
 from .sockets import DeathWatcher, Mesh
 from .waiting import Waiter
 
-SPIN_S, CROWDED_SPIN_S = 300e-6, 100e-6
+SPIN_S, CROWDED_SPIN_S = 2e-3, 100e-6
 """How long a wait looks again and again before it sleeps, where there is a core for each rank and where there is not.
 It yields its core at each look, so that a peer that has work runs; what it saves is waking up from an idle core."""
 
