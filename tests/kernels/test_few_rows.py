@@ -139,6 +139,9 @@ def test_what_is_not_for_c_to_read_is_left_alone(layout: EpLayout) -> None:
     assert not few_rows().compute(out, half, into, PLENTY)
     assert not few_rows().compute(replace(out, expert_tensors=apart(out.expert_tensors)), weights, into, PLENTY)
     assert not few_rows().compute(out, weights, apart(into), PLENTY)
+    name = "recv_total_counter" if out.expert_counts is None else "expert_counts"
+    wide = replace(out, **{name: getattr(out, name).long()})
+    assert not few_rows().compute(wide, weights, into, PLENTY)
     if out.recv_topk_idx is not None and out.recv_topk_weights is not None:
         assert not few_rows().compute(replace(out, recv_topk_idx=apart(out.recv_topk_idx)), weights, into, PLENTY)
         assert not few_rows().compute(

@@ -46,12 +46,13 @@ class FewRows:
         rows, ids, factors = out.expert_tensors, out.recv_topk_idx, out.recv_topk_weights
         counts = out.recv_total_counter if out.expert_counts is None else out.expert_counts
         w13, w2, b13, b2 = weights.w13, weights.w2, weights.w13_bias, weights.w2_bias
-        if not (_in_c(torch.float32, rows, result, w13, w2, b13, b2, factors) and _in_c(torch.int64, ids)):
+        assert counts is not None, "a DispatchOutput carries expert_counts or recv_total_counter"
+        floats = rows, result, w13, w2, b13, b2, factors
+        if not (_in_c(torch.float32, *floats) and _in_c(torch.int64, ids) and _in_c(torch.int32, counts)):
             return False
-        assert counts is not None
         experts, hidden, inter = w2.shape
         done = self._experts(
-            rows.data_ptr(), counts.data_ptr(), len(counts), rows.shape[-2], _at(ids), _at(factors),
+            rows.data_ptr(), counts.data_ptr(), counts.numel(), rows.shape[-2], _at(ids), _at(factors),
             0 if ids is None else ids.shape[-1], experts, hidden, inter, w13.data_ptr(), _at(b13), w2.data_ptr(),
             _at(b2), *self._gate, most, result.data_ptr(),
         )  # fmt: skip
@@ -60,10 +61,12 @@ class FewRows:
 
 def _in_c(dtype: torch.dtype, *tensors: torch.Tensor | None) -> bool:
     """Whether these are of this type, on the CPU, and their elements side by side, those that are there."""
-    return all(
-        tensor is None or (tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg())
-        for tensor in tensors
-    )
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.dtype is not dtype or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+            return False
+    return True
 
 
 def _at(tensor: torch.Tensor | None) -> int | None:

@@ -158,7 +158,7 @@ class GroupedGemmKernel(ExpertKernel):
             raise config_error("expert_tensors", f"{len(rows)} blocks", f"the weights' L = {len(w13)}, one per expert")
         result = torch.empty_like(rows, dtype=w13.dtype) if into is None else into
         few = self._few_rows if torch.get_num_threads() == 1 or w13.nbytes <= SMALL_BYTES else None
-        if few is not None and few.compute(out, weights, result, FEW_ROWS * len(w13)):
+        if few is not None and few.compute(out, weights, result, FEW_ROWS * w13.shape[0]):
             return result
         with torch.no_grad():
             if not len(w13):  # this rank holds no experts

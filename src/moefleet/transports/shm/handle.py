@@ -75,7 +75,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         return (
             type(ids) is torch.Tensor
             and ids.dim() == 2
-            and len(ids) <= params.max_tokens_per_rank
+            and ids.shape[0] <= params.max_tokens_per_rank
             and 1 <= ids.shape[1] <= params.max_topk
             and is_plain(ids, ids.shape, _IDS, device)
             and is_plain(weights, ids.shape, _WEIGHTS, device)
@@ -134,7 +134,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
     def _pack(self, open_: ShmStep, tokens: torch.Tensor, scales: torch.Tensor | None, *, wait: bool) -> Parcel:
         """What this rank brings; ``wait``: whether it may wait for the peers' routing first."""
         fleet = self._fleet
-        fleet.tokens_sent += len(tokens)
+        fleet.tokens_sent += tokens.shape[0]
         if fleet.row_format.quantised:
             tokens, scales = low_precision.packed(tokens)
         placed = open_.placing and (fleet.places_alone or (wait and tokens.nbytes >= fleet.place_bytes))
