@@ -22,6 +22,7 @@ typedef struct {
 } Header;
 
 enum { FUTEX_WAKE_THEM = 1 }; /* of the kernel */
+enum { LONGEST = 50 };        /* times spin_s that commits are looked for, by the clock */
 
 static _Atomic uint64_t *word(const Fleet *fleet, int64_t rank, int64_t index)
 {
@@ -98,27 +99,30 @@ void moefleet_commit(const Fleet *fleet, int64_t operation, int64_t step, int64_
         wake_sleepers(fleet);
 }
 
-static double now(void)
+static double now(clockid_t clock)
 {
     struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
+    clock_gettime(clock, &time);
     return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
 }
 
 /* Look for the commits of all ranks in `taking` (bits) again and again, for a while, yielding the core. Fills in what
    each said, `tokens` and `placed`: 0 for who is not in `taking`.
 
+   Only this thread's own time counts as waiting for nothing: while it yields to a rank that has work, that is likely
+   what it waits for, and to sleep and be woken would cost more.
+
    Returns 1 if all came, none gave up, and all are in the same call and of the same mind; else 0. */
 int64_t moefleet_collect(const Fleet *fleet, int64_t operation, int64_t step, const uint8_t *taking)
 {
     int64_t missing[MAX_RANKS], count = 0, phase = phase_of(operation), flag = fleet->flags[operation][step % SETS];
-    double start = 0, before = 0;
+    double start = 0, before = 0, used = 0;
     for (int64_t rank = 0; rank < fleet->world; rank++)
         if (rank != fleet->rank && has(taking, rank))
             missing[count++] = rank;
     for (;;) {
         int64_t still = 0;
-        double seen = start ? now() : 0;
+        double seen = start ? now(CLOCK_MONOTONIC) : 0;
         for (int64_t i = 0; i < count; i++) {
             fleet->waited[missing[i]] += seen - before;
             if (atomic_load_explicit(word(fleet, missing[i], flag), memory_order_acquire) < (uint64_t)step)
@@ -127,9 +131,12 @@ int64_t moefleet_collect(const Fleet *fleet, int64_t operation, int64_t step, co
         count = still;
         if (!count)
             break;
-        if (!start)
-            start = seen = now();
-        if (seen - start >= fleet->spin_s)
+        double spent = now(CLOCK_THREAD_CPUTIME_ID);
+        if (!start) {
+            start = seen = now(CLOCK_MONOTONIC);
+            used = spent;
+        }
+        if (spent - used >= fleet->spin_s || seen - start >= LONGEST * fleet->spin_s)
             return 0;
         before = seen;
         sched_yield();

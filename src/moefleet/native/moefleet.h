@@ -40,12 +40,12 @@ typedef struct {
     const int64_t *slot;   /* [E+1] local index of an expert at its owner */
     int64_t *next, *stamp; /* [max(E, W)] and [E]: room to count in */
     int64_t *rows_received, *rows_sent, *expert_rows; /* [W], [W], [L]: since construction */
-    int64_t stream_bytes;  /* what writes more than this goes past the caches */
+    int64_t stream_bytes;  /* what writes as much goes past the caches */
     int64_t ties_away;     /* whether torch rounds sums to bfloat16 so, see lanes.h */
     int64_t flags[OPERATIONS][SETS];   /* word of a segment that commits a phase */
     int64_t headers[OPERATIONS][SETS]; /* where its header is in a segment */
     int64_t generation, early;         /* early: whether ranks wait for routing alone, before they place rows */
-    double spin_s;                     /* how long commits are looked for */
+    double spin_s;                     /* how long commits are looked for, in time of the thread's own */
     double *waited;                    /* [W] seconds waited for each rank, since construction */
     int64_t *said_tokens, *said_placed; /* [W] what the ranks said that were collected last */
 } Fleet;

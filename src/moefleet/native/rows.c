@@ -9,7 +9,7 @@ enum { LINE = 64 }; /* bytes */
 int streams(const Fleet *fleet, int64_t bytes, const void *to)
 {
 #if defined(__SSE2__)
-    return bytes > fleet->stream_bytes && fleet->row_bytes % LINE == 0 && (uintptr_t)to % LINE == 0;
+    return bytes >= fleet->stream_bytes && fleet->row_bytes % LINE == 0 && (uintptr_t)to % LINE == 0;
 #else
     (void)fleet, (void)bytes, (void)to;
     return 0;
@@ -58,6 +58,15 @@ void copy_row(char *to, const char *from, const char *next, int64_t bytes, int s
 
 /* Columns that are summed at once, in registers: whole lines of every row type. */
 enum { REGISTERS = WIDTH > 4 ? 4 : 8, COLUMNS = REGISTERS * WIDTH };
+
+/* How far ahead sums read, in bytes. What lies behind a row is most often the same rank's or expert's next one. */
+enum { AHEAD = 1024 };
+
+static inline void read_ahead(const char *from, int64_t bytes)
+{
+    for (int64_t i = 0; i < bytes; i += LINE)
+        __builtin_prefetch(from + AHEAD + i, 0, 2);
+}
 
 static inline Lanes load(int type, const char *from)
 {
@@ -126,6 +135,7 @@ static inline void sum_typed(int type, int weighted, char *to, const char *const
         Lanes sums[REGISTERS] = {{0}};
         for (int64_t k = 0; k < count; k++) {
             const char *row = rows[k] + at * size;
+            read_ahead(row, COLUMNS * size);
             for (int i = 0; i < REGISTERS; i++) {
                 Lanes values = load(type, row + i * WIDTH * size);
                 sums[i] = weighted ? fused(weights[k], values, sums[i]) : sums[i] + values;
@@ -185,9 +195,12 @@ static inline void sum_groups_typed(int type, char *to, const char *const *rows,
         Lanes sums[REGISTERS] = {{0}};
         for (int64_t g = 0, k = 0; g < groups; g++) {
             Lanes part[REGISTERS] = {{0}};
-            for (; k < ends[g]; k++)
+            for (; k < ends[g]; k++) {
+                const char *row = rows[k] + at * size;
+                read_ahead(row, COLUMNS * size);
                 for (int i = 0; i < REGISTERS; i++)
-                    part[i] = fused(weights[k], load(type, rows[k] + (at + i * WIDTH) * size), part[i]);
+                    part[i] = fused(weights[k], load(type, row + i * WIDTH * size), part[i]);
+            }
             for (int i = 0; i < REGISTERS; i++)
                 sums[i] += as_stored(type, part[i]);
         }

@@ -18,7 +18,7 @@ from .gather import HOST, Movements
 from .routes import Ints
 
 STREAM_BYTES = 1 << 20
-"""A movement that writes more goes past the caches: about what a core's own holds beside all else."""
+"""A movement that writes as much goes past the caches: about what a core's own holds beside all else."""
 _LINE = 64
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Row types, as the helper numbers them."""
@@ -51,7 +51,7 @@ def _movements_of(library: ctypes.CDLL) -> Movements:
             sizes = np.asarray(counts, np.int64)
             places = np.arange(count) + (np.asarray(starts, np.int64) - (np.cumsum(sizes) - sizes)).repeat(sizes)
         table, size, at = dense(table), out.shape[1] * out.itemsize, out.data_ptr()
-        stream = count * size > STREAM_BYTES and size % _LINE == 0 and at % _LINE == 0
+        stream = count * size >= STREAM_BYTES and size % _LINE == 0 and at % _LINE == 0
         _require(
             copy_rows(
                 table.data_ptr(), table.stride(0) * table.itemsize, len(table), rows.ctypes.data, count,

@@ -31,6 +31,10 @@ itself stopped does not blame the time on its peers."""
 CLOSED_POLL_S = 0.002
 """The same for CLOSED flags, which are stored without waking anybody."""
 
+LONGEST = 50
+"""Times the spinning time that a wait spins at most by the clock: only time of its own counts, not that of a rank which
+it yields its core to, as that one is likely what it waits for."""
+
 PATIENCE = 3
 """Budgets for which a wait is prolonged while the peer says that it is itself waiting for somebody else: one stalled
 rank does not make its neighbours accuse one another."""
@@ -47,7 +51,7 @@ class Waiter:
         address: of word 0.
         blocks: for each rank the word index of its control block.
         rank: this rank.
-        spin_s: how long to look before sleeping, in seconds.
+        spin_s: how long to look before sleeping, in seconds of the thread's own time.
         timeout_s: budget of one wait, in seconds of the waiter's own running time.
         faults: who is accused, and whether a missing peer raises.
         dead: where deaths are noted, one entry for each rank; ``None`` makes it.
@@ -141,7 +145,8 @@ class Waiter:
 
     def _spin(self, missing: list[int], flag: int, step: int, spin_s: float) -> list[int]:
         start = now = time.perf_counter()
-        while missing and now - start < spin_s:
+        used = time.thread_time()
+        while missing and time.thread_time() - used < spin_s and now - start < LONGEST * spin_s:
             os.sched_yield()
             still = [peer for peer in missing if self._words[self._blocks[peer] + flag] < step]
             now = time.perf_counter()

@@ -12,7 +12,7 @@ from ...substrate.waiting import Waiter
 from .layout import SegmentLayout
 
 MOST_SPIN_S = 0.005
-"""Longest look in C: signals, such as Ctrl-C, wait for its end."""
+"""Longest look in C, in the thread's own time: signals, such as Ctrl-C, wait for its end."""
 
 Tokens: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 """``[W]`` numbers, one for each rank, where C writes and reads them."""
