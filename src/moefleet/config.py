@@ -211,8 +211,8 @@ class ShmConfig(CommConfig):
     """CPU ranks of one host over shared memory.
 
     Args:
-        spin_us: how long a wait looks again and again (yielding its core) before it sleeps in the kernel; ``None``
-            chooses 2000, or 100 where ranks outnumber cores.
+        spin_us: how long a wait looks again and again (yielding its core) before it sleeps in the kernel, in time of
+            the thread's own; ``None`` chooses 2000 microseconds, or 100 where ranks outnumber cores.
         place_bytes: in EXPERT_MAJOR and FLAT, tokens of at least so many bytes are placed in their receivers' memory
             by the rank that brings them, fewer are fetched; ``None`` chooses 256 KiB. To place them takes another wait,
             for lower ranks; so halves are always fetched. In RANK_MAJOR tokens are always placed. Nothing is without

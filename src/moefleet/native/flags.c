@@ -22,7 +22,7 @@ typedef struct {
 } Header;
 
 enum { FUTEX_WAKE_THEM = 1 }; /* of the kernel */
-enum { LONGEST = 50 };        /* times spin_s that commits are looked for, by the clock */
+enum { LONGEST = 8 };         /* times spin_s that commits are looked for, by the clock */
 
 static _Atomic uint64_t *word(const Fleet *fleet, int64_t rank, int64_t index)
 {
@@ -122,7 +122,7 @@ int64_t moefleet_collect(const Fleet *fleet, int64_t operation, int64_t step, co
             missing[count++] = rank;
     for (;;) {
         int64_t still = 0;
-        double seen = start ? now(CLOCK_MONOTONIC) : 0;
+        double spent = start ? now(CLOCK_THREAD_CPUTIME_ID) : 0, seen = start ? now(CLOCK_MONOTONIC) : 0;
         for (int64_t i = 0; i < count; i++) {
             fleet->waited[missing[i]] += seen - before;
             if (atomic_load_explicit(word(fleet, missing[i], flag), memory_order_acquire) < (uint64_t)step)
@@ -131,10 +131,9 @@ int64_t moefleet_collect(const Fleet *fleet, int64_t operation, int64_t step, co
         count = still;
         if (!count)
             break;
-        double spent = now(CLOCK_THREAD_CPUTIME_ID);
         if (!start) {
             start = seen = now(CLOCK_MONOTONIC);
-            used = spent;
+            used = spent = now(CLOCK_THREAD_CPUTIME_ID);
         }
         if (spent - used >= fleet->spin_s || seen - start >= LONGEST * fleet->spin_s)
             return 0;

@@ -31,7 +31,7 @@ itself stopped does not blame the time on its peers."""
 CLOSED_POLL_S = 0.002
 """The same for CLOSED flags, which are stored without waking anybody."""
 
-LONGEST = 50
+LONGEST = 8
 """Times the spinning time that a wait spins at most by the clock: only time of its own counts, not that of a rank which
 it yields its core to, as that one is likely what it waits for."""
 

@@ -119,10 +119,10 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             return self._receive_tokens(open_)
         assert isinstance(open_.inbox, NativeInbox)
         reached = whole.dispatch(open_.step, open_.inbox, self._routed(), *parcel, self._expected_rows)
-        if reached is Reached.ROUTES:
+        if reached == Reached.ROUTES:
             self._place(open_, parcel, looked=True)
         if reached <= Reached.COMMITTED:
-            return self._receive_tokens(open_, looked=reached is Reached.COMMITTED)
+            return self._receive_tokens(open_, looked=reached == Reached.COMMITTED)
         open_.present = self._fleet.faults.trusted
         open_.arrived = open_.inbox.struct.total
         self._check_room(open_.arrived)
@@ -134,7 +134,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
     def _pack(self, open_: ShmStep, tokens: torch.Tensor, scales: torch.Tensor | None, *, wait: bool) -> Parcel:
         """What this rank brings; ``wait``: whether it may wait for the peers' routing first."""
         fleet = self._fleet
-        fleet.tokens_sent += tokens.shape[0]
+        fleet.tokens_sent += self._shape[0]
         if fleet.row_format.quantised:
             tokens, scales = low_precision.packed(tokens)
         placed = open_.placing and (fleet.places_alone or (wait and tokens.nbytes >= fleet.place_bytes))

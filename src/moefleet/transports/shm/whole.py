@@ -51,19 +51,22 @@ class WholePhases:
         dtype: int,
         placed: bool,
         expected: int | None,
-    ) -> Reached:
-        """From storing (or placing) tokens ``[T, H]`` to gathering what is for this rank; ``expected``: rows."""
+    ) -> int:
+        """From storing (or placing) tokens ``[T, H]`` to gathering what is for this rank; ``expected``: rows.
+
+        Returns:
+            How far it came, see :class:`Reached`.
+        """
         tokens, pitch = self._moves.pitched(tokens)
         scales, scale_at, scale_pitch = self._moves.pitched_scales(scales)
         epoch, trusted, all_trusted = self._quick.mind()
         count, topk = routing.shape
-        return Reached(
-            self._dispatch(
-                self._fleet, inbox.address, step, epoch, count, tokens.data_ptr(), pitch, scale_at, scale_pitch,
-                routing.ids_at, routing.weights_at, topk, dtype, placed, trusted, all_trusted,
-                -1 if expected is None else expected,
-            )
+        reached: int = self._dispatch(
+            self._fleet, inbox.address, step, epoch, count, tokens.data_ptr(), pitch, scale_at, scale_pitch,
+            routing.ids_at, routing.weights_at, topk, dtype, placed, trusted, all_trusted,
+            -1 if expected is None else expected,
         )  # fmt: skip
+        return reached
 
     def combine(
         self,
