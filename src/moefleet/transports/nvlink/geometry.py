@@ -26,6 +26,9 @@ counts, as bits."""
 NOTE_WORDS, NOTE_STEP = HEADER_BYTES // 8, 2
 """int64 words of a note that says why a rank gave a step up (``substrate.control.Header``), and which is the step."""
 
+NOTES = 2
+"""Notes of each rank in a set: peers may be through with the step before last and not have read why it was given up."""
+
 LINE = 16
 """int64 words between two control words, so that each has cache lines of its own."""
 
@@ -40,7 +43,7 @@ class Places(NamedTuple):
     ``awaits`` and ``compiling`` int64 ``[W]``, of the first set only: the round that the source is in, whether it waits
     for somebody else than us, in which phase it waits for us, and whether it compiles a kernel; ``comb_status`` int32
     ``[W]``; ``head`` int32 ``[W, head_words]``;
-    ``note`` int64 ``[W, NOTE_WORDS]``, why the source gave the step up that this set had last of those it gave up;
+    ``note`` int64 ``[NOTES, W, NOTE_WORDS]``, why the source gave up the last steps of this set that it did;
     ``row_flag``, ``back_flag`` int64 ``[W, M]``; ``local``, ``rank`` int32 and ``weight`` float32 ``[W, M, K]``;
     ``scales`` ``[W, M]`` of their bytes; ``rows``, ``back`` ``[W, M, H]``. In HIGH_THROUGHPUT the last two are the
     same memory. ``region`` is how many of dispatch's rows fit into a source's part of ``rows``: ``M``, or more where
@@ -206,7 +209,7 @@ class Geometry:
         take = _packer(128)
         flags = [take(8 * world) for _ in range(9)]
         status, head = take(4 * world), take(4 * world * head_words)
-        note = take(8 * world * NOTE_WORDS)
+        note = take(8 * NOTES * world * NOTE_WORDS)
         row_flag, back_flag = take(8 * world * most), take(8 * world * most)
         slots_bytes = 4 * world * most * topk
         local, rank_at, weight = take(slots_bytes), take(slots_bytes if expert_major else 0), take(slots_bytes)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ...substrate.control import HEADER_BYTES, SETS, Header, Operation
-from .geometry import NOTE_WORDS, ROUND_SHIFT, Geometry
+from .geometry import NOTE_WORDS, NOTES, ROUND_SHIFT, Geometry
 
 AHEAD = 64
 """Notes that a host may write before the GPU has sent the first of them. A later one takes the place of the oldest."""
@@ -43,8 +43,8 @@ class Notes:
 
     def read(self, rank: int, step: int) -> Header | None:
         """What ``rank`` said when it gave ``step`` up; ``None`` where a later note lies there. Waits for no kernel."""
-        places = self._geometry.shared
-        at = step % SETS * places.set_bytes + places.note + rank * HEADER_BYTES
+        places, world = self._geometry.shared, self._geometry.world_size
+        at = step % SETS * places.set_bytes + places.note + (step // SETS % NOTES * world + rank) * HEADER_BYTES
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._read.copy_(self._own[at : at + HEADER_BYTES], non_blocking=True)
         self._stream.synchronize()

@@ -11,14 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..geometry import CONTROL, NOTE_STEP, NOTE_WORDS
+from ..geometry import CONTROL, NOTE_STEP, NOTE_WORDS, NOTES
 from .judging import counting, left_of, numbered, sign, wait_for
 from .signals import FOREVER, enter, flags, owe, release, words
 from .waiting import COMBINE, DISPATCH, await_owed, has
 
 _LAUNCHES = tl.constexpr(CONTROL.launches)
 _OWED = tl.constexpr(CONTROL.owed)
-_NOTE_WORDS, _NOTE_STEP = tl.constexpr(NOTE_WORDS), tl.constexpr(NOTE_STEP)
+_NOTES, _NOTE_WORDS, _NOTE_STEP = tl.constexpr(NOTES), tl.constexpr(NOTE_WORDS), tl.constexpr(NOTE_STEP)
 
 
 @triton.jit
@@ -39,11 +39,12 @@ def fail(note, slot, peers, ctl, alarm, L: tl.constexpr, S: tl.constexpr, RANK: 
     if not TOLERANT:
         await_owed(tl.load(ctl + _OWED + step % 2), mine, step, ctl, alarm, peers, True, L, RANK, W)
     at = tl.arange(0, _NOTE_WORDS)
+    place = step // 2 % _NOTES * W + RANK
     said = tl.where(at == _NOTE_STEP, step, tl.load(note + at))
     for j in tl.static_range(1, W):
         if has(ranks, (RANK + j) % W):
             there = tl.load(peers + (RANK + j) % W) + to_set
-            tl.store(flags(there, L.note) + RANK * _NOTE_WORDS + at, said)
+            tl.store(flags(there, L.note) + place * _NOTE_WORDS + at, said)
             if FRESH:
                 if TOLERANT:
                     head = words(there, L.head) + RANK * L.head_words
