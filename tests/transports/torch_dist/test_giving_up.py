@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from moefleet import BootstrapConfig, FleetParams, MoEEpPeerError, create_fleet
+from moefleet import BootstrapConfig, FleetParams, MoEEpPeerError, MoEEpTransportError, create_fleet
 from moefleet.fleet.witness import ENDED, STOPPED
 from moefleet.substrate.control import Operation
-from moefleet.transports.torch_dist import janitor, steps
+from moefleet.transports.torch_dist import group, janitor, steps
 from moefleet.transports.torch_dist.fleet import TorchDistFleet
 from moefleet.transports.torch_dist.presence import LEFT, WAITS
 from tests.transports.torch_dist.test_bus import buses
@@ -99,3 +99,26 @@ def test_a_group_is_aborted_once_and_before_anything_is_freed(monkeypatch: pytes
     fleet._group.handle = Communicator(told)
     fleet.destroy()
     assert told == ["abort", "drop"]
+
+
+def test_a_group_begins_once_those_before_have_ended() -> None:
+    """Both wait for the GPU, in whatever thread."""
+    aborting, may_end = threading.Event(), threading.Event()
+
+    class Slow(Communicator):
+        def abort(self) -> None:
+            aborting.set()
+            assert may_end.wait(30)
+
+    params = FleetParams(2, 4, 8, dtype_bytes=4)
+    with create_fleet(BootstrapConfig(1, 0, device="cpu"), params, backend="torch_dist") as fleet:
+        assert isinstance(fleet, TorchDistFleet)
+        fleet._group.handle = Slow([])
+        thread = threading.Thread(target=fleet._group.abort)
+        thread.start()
+        assert aborting.wait(30)
+        with pytest.raises(MoEEpTransportError, match="an earlier NCCL group of this process does not end"):
+            group._await_ends(0.01)
+        may_end.set()
+        group._await_ends(30)
+        thread.join(30)

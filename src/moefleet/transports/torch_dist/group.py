@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,10 @@ from ...fleet.rendezvous import Meeting
 
 _SLACK_S = 600.0
 """How much longer than our own waits a collective of our own group lasts: a rank that comes late still meets it."""
+
+_ending: set[int] = set()
+_ended = threading.Condition()
+"""NCCL groups of this process that are ending, in any thread. That waits for the GPU, as does a group that begins."""
 
 _WARM_UP = ((64, 0), (4 << 20, 0), (64, 1))
 """Bytes for each rank, and rows to name: larger messages and those of named sizes may use more connections."""
@@ -108,7 +113,7 @@ class Group:
             self.handle = given
         if device.type == "cuda":
             try:
-                meeting.attend(lambda _: _warm_up(self.handle, device))
+                meeting.attend(lambda _: _warm_up(self.handle, device, meeting.remaining_s()))
             except BaseException:
                 self.close(clean=False)
                 raise
@@ -118,8 +123,15 @@ class Group:
         if self._aborted or self._kept is None or not self._kept.alive or self.handle.name() != "nccl":
             return
         self._aborted = True
-        with contextlib.suppress(Exception):
-            self.handle.abort()
+        with _ended:
+            _ending.add(id(self))
+        try:
+            with contextlib.suppress(Exception):
+                self.handle.abort()
+        finally:
+            with _ended:
+                _ending.discard(id(self))
+                _ended.notify_all()
 
     def close(self, clean: bool) -> None:
         """Let go of it: what is ours ends here, what was adopted is left alone. Waits for nobody.
@@ -139,6 +151,13 @@ class Group:
 
 def _keep(handle: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
+
+
+def _await_ends(seconds: float) -> None:
+    """Wait until no group of this process is ending."""
+    with _ended:
+        if not _ended.wait_for(lambda: not _ending, max(0.0, seconds)):
+            raise MoEEpTransportError("all_to_all_single", -1, "an earlier NCCL group of this process does not end")
 
 
 def _create(kind: str, model: Any, bootstrap: BootstrapConfig, store: Any, seconds: float) -> Any:
@@ -173,14 +192,16 @@ def _create(kind: str, model: Any, bootstrap: BootstrapConfig, store: Any, secon
         raise MoEEpTransportError(name, -1, f"ranks could not connect: {error}") from error
 
 
-def _warm_up(group: Any, device: torch.device) -> None:
+def _warm_up(group: Any, device: torch.device, seconds: float) -> None:
     """Let a GPU group connect, which happens with its first collectives and waits for all ranks: later ones do not.
 
-    On a stream of its own: what is under way on others, for peers that are not here yet, is not waited for.
+    On a stream of its own: what is under way on others, for peers that are not here yet, is not waited for. Groups that
+    are still ending in other threads are, for at most ``seconds``.
 
     Raises:
         MoEEpTransportError: ranks could not connect.
     """
+    _await_ends(seconds)
     try:
         with torch.cuda.stream(torch.cuda.Stream(device)):
             for size, rows in _WARM_UP:
