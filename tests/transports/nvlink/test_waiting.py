@@ -143,7 +143,7 @@ def test_a_rank_whose_wait_failed_sends_nothing_until_its_host_knows(layout: EpL
     slots = world.update(problem)
     world.dispatch(slots, problem, skip=(2,))
     assert [trouble_in(word) for word in world.alarms()[:2]] == [Trouble.TIMEOUT_DISPATCH] * 2
-    places, behind = world.engines[2].geometry.shared, world.memory[2]
+    places = world.engines[2].geometry.shared
     before = [
         shared_words(world, 2, places.rows, places.set_bytes - places.rows, torch.uint8, s).clone() for s in (0, 1)
     ]
@@ -153,7 +153,7 @@ def test_a_rank_whose_wait_failed_sends_nothing_until_its_host_knows(layout: EpL
         world.dispatch(slots, problem, which, skip=(2,))
         world.combine(slots, problem, rows, skip=(2,))
     after = [shared_words(world, 2, places.rows, places.set_bytes - places.rows, torch.uint8, s) for s in (0, 1)]
-    assert behind is world.memory[2] and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     late = world.update(problem)[2]
     for _ in range(3):
         half(world, late, problem, 2, 0, send=True)
@@ -194,6 +194,47 @@ def test_a_set_is_sent_into_again_once_the_peers_are_through(layout: EpLayout) -
     clear(world)
     for which in (1, 0, 1):
         check_step(world, problem, which)
+
+
+def test_peers_hear_of_rows_that_do_not_fit() -> None:
+    """Rank 0's combine was launched before its host saw that more rows came than it has room for."""
+    problem = make_problem(5, 2, 6, 4, 2, [3, 3], special="one_rank")
+    world = World(problem.params(EpLayout.FLAT, max_recv_tokens_per_rank=4), 2)
+    slots = world.update(problem)
+    rows = [reference.compute(out, scale) for out in world.dispatch(slots, problem)]
+    world.combine(slots, problem, rows)
+    assert [trouble_in(word) for word in world.alarms()] == [Trouble.OVERFLOW, Trouble.PEER_FAILED]
+
+
+@EACH_LAYOUT
+def test_a_dispatch_that_lacks_a_row_serves_nobody(layout: EpLayout) -> None:
+    """Also where the error was raised by a call that has nothing to do with the step: rank 1 is told, whose rows
+    came whole, as rank 0 cannot tell what it unpacked."""
+    world, problem = ranks(layout, 3)
+    slots = world.update(problem)
+    for rank in range(3):
+        send(world, slots[rank], problem, rank)
+    places = world.engines[0].geometry.shared
+    row_flags = shared_words(world, 0, places.row_flag, 3 * world.params.max_tokens_per_rank, torch.int64, 1)
+    first = 2 * world.params.max_tokens_per_rank
+    assert row_flags[first] == 1, "rank 2 has a row for rank 0"
+    row_flags[first] = 0
+    for rank in range(3):
+        half(world, slots[rank], problem, rank, 0, send=False)
+    assert [trouble_in(word) for word in world.alarms()[:1]] == [Trouble.TIMEOUT_DISPATCH]
+    assert world.alarms()[1:] == [0, 0]
+    world.engines[0].clear_alarm()
+    for now in (True, False):
+        for rank in range(3):
+            combine_half(world, slots[rank], problem, rank, send=now)
+    for word in world.alarms()[1:]:
+        assert trouble_in(word) is Trouble.PEER_FAILED and (word >> 8) & 0xFFFF == 0
+
+
+def test_more_ranks_than_fault_tolerance_has_room_for() -> None:
+    problem = make_problem(1, 33, 33, 2, 1, [1] * 33)
+    world = World(problem.params(EpLayout.RANK_MAJOR), 33)
+    assert [engine.mask.tolist() for engine in world.engines[:1]] == [[1] * 33]
 
 
 # In processes, through the whole Fleet.

@@ -228,7 +228,7 @@ class Engine:
         While no kernel runs."""
         self.mask.copy_(torch.tensor(mask, dtype=torch.int32))
         left = torch.zeros(MOST_JUDGED, dtype=torch.int64)
-        left[: len(mask)] = torch.tensor([FOREVER if bit else 0 for bit in mask])
+        left[: len(mask)] = torch.tensor([FOREVER if bit else 0 for bit in mask][:MOST_JUDGED])
         self.control[CONTROL.left : CONTROL.left + MOST_JUDGED] = left
         self.board[BOARD.accused :] = 0
 

@@ -113,9 +113,10 @@ ROUND_SHIFT = 40
 class Control(NamedTuple):
     """int64 offsets in a rank's control words, on its own device. ``budget_ns`` is how long a wait lasts, ``sound``
     the last phase (``2 * step``, and one more for combine) in which this rank sends anything but "failed", FOREVER
-    while no wait has failed, and ``owed`` ``[2]`` a step of each set that this rank ended without having waited for its
-    peers, or 0. ``done`` and ``read`` count programs that have read what came; ``came_back`` ``[2]`` is the last step
-    of each set in which this rank wrote into the peers' ``back``. Those from ``base`` on are for fault tolerance:
+    while no wait has failed, ``owed`` ``[2]`` a step of each set that this rank ended without having waited for its
+    peers, or 0, and ``lost`` ``[2]`` the last step of each set whose dispatch did not get all it waited for. ``done``
+    and ``read`` count programs that have read what came; ``came_back`` ``[2]`` is the last step of each set in which
+    this rank wrote into the peers' ``back``. Those from ``base`` on are for fault tolerance:
 
     ``base`` the round, at its place in a step's number; ``board`` address of the :class:`Board`; ``verdict`` ``[2]``
     the last step that was judged and who counted, for each phase; ``stuck`` ``[2, 2]`` how many programs wait for a
@@ -126,6 +127,7 @@ class Control(NamedTuple):
     budget_ns: int = 1 * LINE
     sound: int = 1 * LINE + 1
     owed: int = 1 * LINE + 2
+    lost: int = 1 * LINE + 4
     error: int = 2 * LINE
     bad_ids: int = 3 * LINE
     done: int = 4 * LINE

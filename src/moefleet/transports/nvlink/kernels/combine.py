@@ -31,7 +31,6 @@ from .signals import (
     MISMATCH,
     PEER_FAILED,
     PEER_GONE,
-    TIMEOUT_COMBINE,
     enter,
     flags,
     has_gone,
@@ -41,12 +40,12 @@ from .signals import (
     spoilt,
     standing,
     unlike,
-    wait,
     words,
 )
-from .waiting import COMBINE, DISPATCH, await_flags, has, look_soon
+from .waiting import COMBINE, DISPATCH, await_flags, await_row, has, look_soon
 
 _READ = tl.constexpr(CONTROL.read)
+_LOST = tl.constexpr(CONTROL.lost)
 _CAME_BACK = tl.constexpr(CONTROL.came_back)
 
 
@@ -90,11 +89,19 @@ def _send(pid, rows, slot, peers, to_set, step, ranks, ctl, alarm, L: tl.constex
           CAP: tl.constexpr, BLOCK: tl.constexpr, SENDERS: tl.constexpr, STAGED: tl.constexpr,
           TOLERANT: tl.constexpr):  # fmt: skip
     FIRST: tl.constexpr = 0 if STAGED else 1
-    failed = step < 0 if TOLERANT else spoilt(standing(ctl)[0], step, COMBINE)
+    failed = step < 0
+    done_flag, missing = flags(tl.load(peers + RANK) + to_set, L.done_flag), tl.cast(0, tl.int64)
+    if not TOLERANT:
+        failed = spoilt(standing(ctl)[0], step, COMBINE) | (tl.load(ctl + _LOST + step % 2) == step)
+    if L.rows == L.back and not TOLERANT:
+        for j in tl.static_range(1, W):
+            home = (RANK + j) % W
+            missing |= look_soon(done_flag + home, step, tl.where(failed, 0, -1).to(tl.int64), home)
+        late = await_flags(done_flag, step, step, COMBINE, missing, ctl, alarm, peers, pid == 0, L, RANK, W, True)
+        failed |= late != 0
     most = tl.load(slot + S.got + RANK) if STAGED else 0
     if (pid == 0) & (failed == 0):
         tl.store(ctl + _CAME_BACK + step % 2, step)
-    done_flag, missing = flags(tl.load(peers + RANK) + to_set, L.done_flag), tl.cast(0, tl.int64)
     # Who was left out since dispatch is told so.
     sent_to = counting(left_of(ctl, RANK, W), step, DISPATCH, RANK, W) if TOLERANT else -1
     for j in tl.static_range(1, W):
@@ -109,17 +116,10 @@ def _send(pid, rows, slot, peers, to_set, step, ranks, ctl, alarm, L: tl.constex
             if failed == 0:
                 tl.store(words(there, L.comb_status) + RANK, status + (_code(rows) << 8) + _tag(step))
             release(flags(there, L.comb_flag) + RANK, step)
-        if L.rows == L.back:
-            if TOLERANT:
-                if has(ranks, home) & (got > 0):
-                    late = wait_for(done_flag + home, step, home, step, COMBINE, ctl, peers, ranks, pid == 0, L, RANK,
-                                    W)  # fmt: skip
-                    ranks &= ~(late.to(tl.int64) << home)
-            else:
-                missing |= look_soon(done_flag + home, step, tl.where(failed, 0, -1).to(tl.int64), home)
-    if L.rows == L.back and not TOLERANT:
-        lost = await_flags(done_flag, step, step, COMBINE, missing, ctl, alarm, peers, pid == 0, L, RANK, W, True)
-        failed |= lost != 0
+        if L.rows == L.back and TOLERANT:  # noqa: SIM102 - one condition is a constant
+            if has(ranks, home) & (got > 0):
+                late = wait_for(done_flag + home, step, home, step, COMBINE, ctl, peers, ranks, pid == 0, L, RANK, W)
+                ranks &= ~(late.to(tl.int64) << home)
     most = tl.where(failed, 0, most)
     for row in range((pid + SENDERS - (W - 1) % SENDERS) % SENDERS, most, SENDERS):
         for j in tl.static_range(FIRST, W):
@@ -225,7 +225,7 @@ def _receive(pid, rows, out, slot, mine, peers, firsts, ctl, alarm, step, ranks,
                         if TOLERANT:
                             lost = wait_for(back_flag, step, d, step, COMBINE, ctl, peers, 0, False, L, RANK, W)
                         elif start == 0:
-                            wait(back_flag, step, ctl, alarm, TIMEOUT_COMBINE, d)
+                            await_row(back_flag, step, COMBINE, ctl, alarm, d)
                         back = tl.multiple_of((mine + L.back).to(tl.pointer_type(rows.dtype.element_ty)), 16)
                         back += tl.cast(d * M + row, tl.int64) * H
                         total += tl.load(back + cols, mask=(cols < H) & (lost == 0), other=0).to(tl.float32)

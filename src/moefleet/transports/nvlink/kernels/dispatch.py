@@ -36,7 +36,6 @@ from .signals import (
     OVERFLOW,
     PEER_FAILED,
     PEER_GONE,
-    TIMEOUT_DISPATCH,
     enter,
     flags,
     has_gone,
@@ -46,10 +45,9 @@ from .signals import (
     spoilt,
     standing,
     unlike,
-    wait,
     words,
 )
-from .waiting import DISPATCH, await_flags, await_owed, has, look_soon
+from .waiting import DISPATCH, await_flags, await_owed, await_row, has, look_soon
 
 _LAUNCHES = tl.constexpr(CONTROL.launches)
 _DONE = tl.constexpr(CONTROL.done)
@@ -124,6 +122,13 @@ def _send(pid, x, scales, out, out_scales, slot, peers, firsts, ctl, alarm, to_s
     if not TOLERANT:
         owed = tl.where(failed, 0, tl.where(step % 2 == 0, stands[1], stands[2]))
         failed |= await_owed(owed, mine, step, ctl, alarm, peers, pid == 0, L, RANK, W) != 0
+    before, read_flag = tl.load(ctl + _CAME_BACK + step % 2), flags(mine, L.read_flag)
+    if L.rows == L.back and not TOLERANT:  # what came back into the same memory two steps ago has to be read first
+        for j in tl.static_range(1, W):
+            d = (RANK + j) % W
+            missing |= look_soon(read_flag + d, before, tl.where(failed, 0, -1).to(tl.int64), d)
+        late = await_flags(read_flag, before, step, DISPATCH, missing, ctl, alarm, peers, pid == 0, L, RANK, W, True)
+        failed |= late != 0
     most = tl.load(slot + S.counts + RANK) if STAGED else 0
     for j in tl.static_range(1, W):
         d = (RANK + j) % W
@@ -131,22 +136,12 @@ def _send(pid, x, scales, out, out_scales, slot, peers, firsts, ctl, alarm, to_s
         if (pid == (j - 1) % SENDERS) & has(ranks, d):
             _send_header(d, slot, tl.load(peers + d) + to_set, firsts, step, ranks, failed, L, S, LAYOUT, RANK, K,
                          CODE, TOLERANT)  # fmt: skip
-    if L.rows == L.back:  # what came back into the same memory two steps ago has to be read first
-        before = tl.load(ctl + _CAME_BACK + step % 2)
-        read_flag, missing = flags(mine, L.read_flag), tl.cast(0, tl.int64)
+    if L.rows == L.back and TOLERANT:
         for j in tl.static_range(1, W):
             d = (RANK + j) % W
-            if TOLERANT:
-                if has(ranks, d) & (tl.load(slot + S.counts + d) > 0):
-                    late = wait_for(read_flag + d, before, d, step, DISPATCH, ctl, peers, ranks, False, L, RANK, W)
-                    ranks &= ~(late.to(tl.int64) << d)
-            else:
-                missing |= look_soon(read_flag + d, before, tl.where(failed, 0, -1).to(tl.int64), d)
-        if not TOLERANT:
-            late = await_flags(
-                read_flag, before, step, DISPATCH, missing, ctl, alarm, peers, pid == 0, L, RANK, W, True
-            )
-            failed |= late != 0
+            if has(ranks, d) & (tl.load(slot + S.counts + d) > 0):
+                late = wait_for(read_flag + d, before, d, step, DISPATCH, ctl, peers, ranks, False, L, RANK, W)
+                ranks &= ~(late.to(tl.int64) << d)
     most = tl.where(failed, 0, most)
     kk = tl.arange(0, KP)
     # The lowest programs have sent headers, so the first rows are for those after them.
@@ -251,7 +246,8 @@ def _receive(pid, x, scales, out, out_scales, out_ids, out_weights, out_counts, 
         total += tl.maximum(rows, 0)
     if pid == 0:
         for s in tl.static_range(W):
-            tl.store(slot + S.got + s, counts[s])
+            fits = starts[s] + counts[s] <= CAP if LAYOUT == FLAT else True  # else its step has failed, too
+            tl.store(slot + S.got + s, tl.where(fits, counts[s], -1))
             tl.store(slot + S.start + s, starts[s])
         if COUNTS is not None:
             add_each(ctl + COUNTS.got, counts, W)
@@ -299,7 +295,7 @@ def _unpack(s: tl.constexpr, first, counts, starts, x, scales, out, out_scales, 
             if TOLERANT:
                 lost = wait_for(row_flag, step, s, step, DISPATCH, ctl, peers, 0, False, L, RANK, W)
             else:
-                wait(row_flag, step, ctl, alarm, TIMEOUT_DISPATCH, s)
+                await_row(row_flag, step, DISPATCH, ctl, alarm, s)
             source = tl.multiple_of((mine + L.rows).to(tl.pointer_type(out.dtype.element_ty)), 16)
             source += tl.cast(s * L.region + row, tl.int64) * H
             value = tl.load(source + tl.arange(0, BLOCK), mask=tl.arange(0, BLOCK) < H)

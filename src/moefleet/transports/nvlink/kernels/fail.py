@@ -14,7 +14,7 @@ import triton.language as tl
 from ..geometry import CONTROL, NOTE_STEP, NOTE_WORDS, NOTES
 from .judging import counting, left_of, numbered, sign, wait_for
 from .signals import FOREVER, enter, flags, owe, release, words
-from .waiting import COMBINE, DISPATCH, await_owed, has
+from .waiting import COMBINE, DISPATCH, are_through, has
 
 _LAUNCHES = tl.constexpr(CONTROL.launches)
 _OWED = tl.constexpr(CONTROL.owed)
@@ -36,15 +36,14 @@ def fail(note, slot, peers, ctl, alarm, L: tl.constexpr, S: tl.constexpr, RANK: 
     to_set = (step % 2) * L.set_bytes
     mine = tl.load(peers + RANK) + to_set
     ranks = counting(left_of(ctl, RANK, W), step, DISPATCH, RANK, W) if TOLERANT else -1
-    if not TOLERANT:
-        await_owed(tl.load(ctl + _OWED + step % 2), mine, step, ctl, alarm, peers, True, L, RANK, W)
+    heard = TOLERANT or not WAIT or are_through(tl.load(ctl + _OWED + step % 2), mine, L, RANK, W)
     at = tl.arange(0, _NOTE_WORDS)
     place = step // 2 % _NOTES * W + RANK
     said = tl.where(at == _NOTE_STEP, step, tl.load(note + at))
     for j in tl.static_range(1, W):
         if has(ranks, (RANK + j) % W):
             there = tl.load(peers + (RANK + j) % W) + to_set
-            tl.store(flags(there, L.note) + place * _NOTE_WORDS + at, said)
+            tl.store(flags(there, L.note) + place * _NOTE_WORDS + at, said, mask=heard)
             if FRESH:
                 if TOLERANT:
                     head = words(there, L.head) + RANK * L.head_words

@@ -21,6 +21,7 @@ _ERROR = tl.constexpr(CONTROL.error)
 _BUDGET = tl.constexpr(CONTROL.budget_ns)
 _SOUND = tl.constexpr(CONTROL.sound)
 _OWED = tl.constexpr(CONTROL.owed)
+_LOST = tl.constexpr(CONTROL.lost)
 _STEP_BITS = tl.constexpr((1 << ROUND_SHIFT) - 1)
 
 TIMEOUT_DISPATCH = tl.constexpr(1)
@@ -134,10 +135,12 @@ def unlike(step, topk, code):
 
 
 @triton.jit
-def spoil(ctl, step, phase):
+def spoil(ctl, step, phase: tl.constexpr):
     """A wait of this phase has failed: in later ones this rank sends nothing, and waits for nobody."""
     tl.atomic_min(ctl + _SOUND, 2 * tl.cast(step, tl.int64) + phase)
     tl.atomic_xchg(ctl + _BUDGET, tl.cast(0, tl.int64))
+    if phase == 0:
+        tl.atomic_max(ctl + _LOST + step % 2, tl.cast(step, tl.int64))
 
 
 @triton.jit
@@ -157,17 +160,6 @@ def standing(ctl):
 def owe(ctl, step, owed):
     """Whether (``owed``) this rank has ended a step without having waited for its peers."""
     tl.store(ctl + _OWED + step % 2, tl.where(owed, tl.cast(step, tl.int64), 0))
-
-
-@triton.jit
-def wait(flag, step, ctl, alarm, code, rank):
-    """Wait for ``rank``'s flag of this step, where its phase has begun; returns 1 if it did not come in time, after
-    which no wait lasts."""
-    late = poll(flag, step, tl.load(ctl + _BUDGET))
-    if late != 0:
-        report(ctl, alarm, code, rank, step)
-        spoil(ctl, step, code - TIMEOUT_DISPATCH)
-    return late
 
 
 @triton.jit

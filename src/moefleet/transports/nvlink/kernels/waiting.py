@@ -20,12 +20,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..geometry import BOARD, CONTROL, ROUND_SHIFT
+from ..geometry import BOARD, CONTROL, MOST_JUDGED, ROUND_SHIFT
 from .signals import CROSSED, INTERPRETED, PEER_ENDED, flags, poll, release, report, spoil
 
 _BUDGET = tl.constexpr(CONTROL.budget_ns)
 _BOARD = tl.constexpr(CONTROL.board)
 _DEAD = tl.constexpr(BOARD.dead)
+_MOST_JUDGED = tl.constexpr(MOST_JUDGED)
 _ROUND = tl.constexpr(ROUND_SHIFT + 1)
 _ALONE = tl.constexpr(INTERPRETED)  # programs run one after the other, and what is not there never comes
 
@@ -44,6 +45,9 @@ PATIENCE = tl.constexpr(3)
 
 COMPILING_NS = tl.constexpr(120_000_000_000)
 """How long a wait is prolonged while the peer says that it compiles a kernel."""
+
+NOTE_NS = tl.constexpr(200_000_000)
+"""How long a rank that gives a step up waits for peers that may not have read yet why it gave up an earlier one."""
 
 PARTING_NS = tl.constexpr(1_000_000_000)
 """How long a rank that has seen that calls cross waits for the other one to see it."""
@@ -71,12 +75,38 @@ def await_flags(flag, value, step, phase: tl.constexpr, missing, ctl, alarm, pee
 
     Returns those that never came. One of them is then reported, and later phases are spoilt.
 
-    ``say``: whether this program speaks with the peers, one of a launch. ``SENDING``: whether the wait is for room to
-    send to, which peers make without this rank.
+    ``say``: whether this program looks at what the peers say, one of a launch. ``SENDING``: whether the wait is for
+    room to send to, which peers make without this rank, so that nothing is said to them.
     """
     if missing != 0:
         missing = _insist(flag, value, step, phase, missing, ctl, alarm, peers, say, L, RANK, W, SENDING)
     return missing
+
+
+@triton.jit
+def await_row(flag, step, phase: tl.constexpr, ctl, alarm, p):
+    """Wait for a row's flag of rank ``p``, which has begun to send. Returns 1 if it never came, as ``await_flags``."""
+    late = poll(flag, step, SOON_NS)
+    if late != 0:
+        late = _insist_on_row(flag, step, phase, ctl, alarm, p)
+    return late
+
+
+@triton.jit
+def _insist_on_row(flag, step, phase: tl.constexpr, ctl, alarm, p):
+    budget, spent = tl.atomic_add(ctl + _BUDGET, 0), tl.cast(0, tl.int64)
+    slice_ns = budget if _ALONE else budget - budget + SLICE_NS
+    late, over = 1, False
+    while (late != 0) & (over == 0):
+        ended = has_ended(p, ctl)
+        late = poll(flag, step, slice_ns)
+        spent += slice_ns
+        over = ended | (spent >= budget)
+        if (late != 0) & over:
+            report(ctl, alarm, tl.where(ended, PEER_ENDED, 1 + phase), p, step)
+            spoil(ctl, step, phase)
+        budget = tl.atomic_add(ctl + _BUDGET, 0)
+    return late
 
 
 @triton.jit
@@ -101,9 +131,8 @@ def _insist(flag, value, step, phase: tl.constexpr, missing, ctl, alarm, peers, 
     no_rank = tl.cast(-1, tl.int32)
     told, first, ended, crossing, call = missing, no_rank, no_rank, no_rank, nobody
     spent, prolonged, spared, over = nobody, nobody, nobody, False
-    if say:
-        if not SENDING:
-            say_phase(number, told, peers, L, RANK, W)
+    if say and not SENDING:
+        say_phase(number, told, peers, L, RANK, W)
         say_waiting(told, peers, -1, L, RANK, W)
     while (missing != 0) & (over == 0):
         patient, compiling, still, first = nobody, nobody, nobody, no_rank
@@ -141,7 +170,7 @@ def _insist(flag, value, step, phase: tl.constexpr, missing, ctl, alarm, peers, 
         else:
             report(ctl, alarm, 1 + phase, first, step)
         spoil(ctl, step, phase)
-    if say:
+    if say and not SENDING:
         say_waiting(nobody, peers, -1, L, RANK, W)
         if crossing < 0:
             say_phase(nobody, told, peers, L, RANK, W)
@@ -155,7 +184,7 @@ def crossing_call(flag, value, number, p, mine, peers, L: tl.constexpr, RANK: tl
 
     What ``p`` sent it sent before it began to wait, so a flag that is looked at after its word is there if it was sent.
     """
-    call = tl.abs(tl.atomic_add(flags(mine, L.awaits) + p, 0))
+    call = tl.abs(_said(flags(mine, L.awaits) + p))
     crossed = False
     if (call != 0) & (call != number) & (call >> _ROUND == number >> _ROUND):
         step, combine = call // 2, call % 2
@@ -163,6 +192,12 @@ def crossing_call(flag, value, number, p, mine, peers, L: tl.constexpr, RANK: tl
         unsent = poll(flags(there, 0) + RANK, step, 0) != 0
         crossed = unsent & (poll(flag, value, 0) != 0)
     return tl.where(crossed, call, 0)
+
+
+@triton.jit
+def _said(word):
+    """A word that another GPU writes."""
+    return tl.atomic_add(word, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
@@ -177,11 +212,11 @@ def part(flag, value, number, p, missing, peers, L: tl.constexpr, RANK: tl.const
     next could end its wait before it looks."""
     say_phase(-number, missing, peers, L, RANK, W)
     words = flags(tl.load(peers + RANK), L.awaits)
-    spent, theirs = tl.cast(0, tl.int64), tl.atomic_add(words + p, 0)
+    spent, theirs = tl.cast(0, tl.int64), _said(words + p)
     while (theirs > 0) & (spent < PARTING_NS):
         poll(flag, value, tl.cast(SLICE_NS, tl.int64))
         spent += PARTING_NS if _ALONE else SLICE_NS
-        theirs = tl.atomic_add(words + p, 0)
+        theirs = _said(words + p)
 
 
 @triton.jit
@@ -205,14 +240,26 @@ def say_waiting(missing, peers, ranks, L: tl.constexpr, RANK: tl.constexpr, W: t
 
 @triton.jit
 def has_ended(p, ctl):
-    """Whether the host knows that the process of rank ``p`` has ended, or has left."""
-    return poll(board(ctl) + _DEAD + p, tl.cast(1, tl.int64), 0) == 0
+    """Whether the host knows that the process of rank ``p`` has ended, or has left: of ranks that the board has room
+    for."""
+    at = tl.minimum(p, _MOST_JUDGED - 1)
+    return (poll(board(ctl) + _DEAD + at, tl.cast(1, tl.int64), 0) == 0) & (p < _MOST_JUDGED)
 
 
 @triton.jit
 def board(ctl):
     """Words in pinned host memory: deaths, which the host writes, and accusations, which it reads."""
     return tl.load(ctl + _BOARD).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def are_through(owed, mine, L: tl.constexpr, RANK: tl.constexpr, W: tl.constexpr):
+    """Whether the peers are through with step ``owed``, or are so after a moment. Nothing depends on it but a note."""
+    late = tl.cast(0, tl.int32)
+    if owed > 0:
+        for j in tl.static_range(1, W):
+            late |= poll(flags(mine, L.comb_flag) + (RANK + j) % W, owed, tl.where(late == 0, NOTE_NS, 0))
+    return late == 0
 
 
 @triton.jit
