@@ -118,7 +118,7 @@ def pretend() -> None:
     topology.SymmetricMemory = SimpleNamespace(allocate=allocate, map=share)  # type: ignore[assignment, misc]
     signals.poll = judging.poll = waiting.poll = poll
     for module in (judging, waiting):
-        module.SLICE_NS = module.SOON_NS = tl.constexpr(SLICE_NS)
+        module.SLICE_NS = module.SOON_NS = module.ROW_NS = tl.constexpr(SLICE_NS)
         module._ALONE = tl.constexpr(False)
 
 

@@ -93,12 +93,6 @@ def _send(pid, rows, slot, peers, to_set, step, ranks, ctl, alarm, L: tl.constex
     done_flag, missing = flags(tl.load(peers + RANK) + to_set, L.done_flag), tl.cast(0, tl.int64)
     if not TOLERANT:
         failed = spoilt(standing(ctl)[0], step, COMBINE) | (tl.load(ctl + _LOST + step % 2) == step)
-    if L.rows == L.back and not TOLERANT:
-        for j in tl.static_range(1, W):
-            home = (RANK + j) % W
-            missing |= look_soon(done_flag + home, step, tl.where(failed, 0, -1).to(tl.int64), home)
-        late = await_flags(done_flag, step, step, COMBINE, missing, ctl, alarm, peers, pid == 0, L, RANK, W, True)
-        failed |= late != 0
     most = tl.load(slot + S.got + RANK) if STAGED else 0
     if (pid == 0) & (failed == 0):
         tl.store(ctl + _CAME_BACK + step % 2, step)
@@ -116,10 +110,17 @@ def _send(pid, rows, slot, peers, to_set, step, ranks, ctl, alarm, L: tl.constex
             if failed == 0:
                 tl.store(words(there, L.comb_status) + RANK, status + (_code(rows) << 8) + _tag(step))
             release(flags(there, L.comb_flag) + RANK, step)
-        if L.rows == L.back and TOLERANT:  # noqa: SIM102 - one condition is a constant
-            if has(ranks, home) & (got > 0):
-                late = wait_for(done_flag + home, step, home, step, COMBINE, ctl, peers, ranks, pid == 0, L, RANK, W)
-                ranks &= ~(late.to(tl.int64) << home)
+        if L.rows == L.back:
+            if TOLERANT:
+                if has(ranks, home) & (got > 0):
+                    late = wait_for(done_flag + home, step, home, step, COMBINE, ctl, peers, ranks, pid == 0, L, RANK,
+                                    W)  # fmt: skip
+                    ranks &= ~(late.to(tl.int64) << home)
+            else:
+                missing |= look_soon(done_flag + home, step, tl.where(failed, 0, -1).to(tl.int64), home)
+    if L.rows == L.back and not TOLERANT:
+        lost = await_flags(done_flag, step, step, COMBINE, missing, ctl, alarm, peers, pid == 0, L, RANK, W, True)
+        failed |= lost != 0
     most = tl.where(failed, 0, most)
     for row in range((pid + SENDERS - (W - 1) % SENDERS) % SENDERS, most, SENDERS):
         for j in tl.static_range(FIRST, W):

@@ -117,18 +117,11 @@ def _send(pid, x, scales, out, out_scales, slot, peers, firsts, ctl, alarm, to_s
           BLOCK: tl.constexpr, SENDERS: tl.constexpr, STAGED: tl.constexpr, R: tl.constexpr,
           TOLERANT: tl.constexpr):  # fmt: skip
     FIRST: tl.constexpr = 0 if STAGED else 1
-    mine, missing = tl.load(peers + RANK) + to_set, tl.cast(0, tl.int64)
+    mine = tl.load(peers + RANK) + to_set
     failed = step < 0 if TOLERANT else spoilt(stands[0], step, DISPATCH)
     if not TOLERANT:
         owed = tl.where(failed, 0, tl.where(step % 2 == 0, stands[1], stands[2]))
         failed |= await_owed(owed, mine, step, ctl, alarm, peers, pid == 0, L, RANK, W) != 0
-    before, read_flag = tl.load(ctl + _CAME_BACK + step % 2), flags(mine, L.read_flag)
-    if L.rows == L.back and not TOLERANT:  # what came back into the same memory two steps ago has to be read first
-        for j in tl.static_range(1, W):
-            d = (RANK + j) % W
-            missing |= look_soon(read_flag + d, before, tl.where(failed, 0, -1).to(tl.int64), d)
-        late = await_flags(read_flag, before, step, DISPATCH, missing, ctl, alarm, peers, pid == 0, L, RANK, W, True)
-        failed |= late != 0
     most = tl.load(slot + S.counts + RANK) if STAGED else 0
     for j in tl.static_range(1, W):
         d = (RANK + j) % W
@@ -136,12 +129,22 @@ def _send(pid, x, scales, out, out_scales, slot, peers, firsts, ctl, alarm, to_s
         if (pid == (j - 1) % SENDERS) & has(ranks, d):
             _send_header(d, slot, tl.load(peers + d) + to_set, firsts, step, ranks, failed, L, S, LAYOUT, RANK, K,
                          CODE, TOLERANT)  # fmt: skip
-    if L.rows == L.back and TOLERANT:
+    if L.rows == L.back:  # what came back into the same memory two steps ago has to be read first
+        before = tl.load(ctl + _CAME_BACK + step % 2)
+        read_flag, missing = flags(mine, L.read_flag), tl.cast(0, tl.int64)
         for j in tl.static_range(1, W):
             d = (RANK + j) % W
-            if has(ranks, d) & (tl.load(slot + S.counts + d) > 0):
-                late = wait_for(read_flag + d, before, d, step, DISPATCH, ctl, peers, ranks, False, L, RANK, W)
-                ranks &= ~(late.to(tl.int64) << d)
+            if TOLERANT:
+                if has(ranks, d) & (tl.load(slot + S.counts + d) > 0):
+                    late = wait_for(read_flag + d, before, d, step, DISPATCH, ctl, peers, ranks, False, L, RANK, W)
+                    ranks &= ~(late.to(tl.int64) << d)
+            else:
+                missing |= look_soon(read_flag + d, before, tl.where(failed, 0, -1).to(tl.int64), d)
+        if not TOLERANT:
+            late = await_flags(
+                read_flag, before, step, DISPATCH, missing, ctl, alarm, peers, pid == 0, L, RANK, W, True
+            )
+            failed |= late != 0
     most = tl.where(failed, 0, most)
     kk = tl.arange(0, KP)
     # The lowest programs have sent headers, so the first rows are for those after them.

@@ -27,8 +27,8 @@ from .waiting import (
     _ALONE,
     COMPILING_NS,
     PATIENCE,
+    ROW_NS,
     SLICE_NS,
-    SOON_NS,
     board,
     both_calls,
     crossing_call,
@@ -221,7 +221,7 @@ def wait_for(flag, value, p, step, phase: tl.constexpr, ctl, peers, ranks, say, 
     """Wait until a flag of rank ``p`` that only some programs need, such as a row's, holds ``value``. Returns 1 if it
     never does: the rank is then accused, or ahead of this one. ``say``: whether this program tells the peers that it
     waits."""
-    late = poll(flag, value, SOON_NS)
+    late = poll(flag, value, ROW_NS)
     if late != 0:
         late = _insist(flag, value, p, step, phase, ctl, peers, ranks, say, L, RANK, W)
     return late

@@ -36,6 +36,10 @@ COMBINE = tl.constexpr(1)
 SOON_NS = tl.constexpr(30_000)
 """How long a program waits before it does anything about it."""
 
+ROW_NS = tl.constexpr(1_000_000)
+"""The same for a row's flag. With many rows a wait of 100 us is no long one, and where all programs at once ask host
+memory who has ended, the answers take milliseconds."""
+
 SLICE_NS = tl.constexpr(50_000)
 """Between two looks at more than the flag, and all that one counts towards the budget: a program that was itself held
 up, by another process on its GPU, does not blame the time on its peers."""
@@ -85,27 +89,14 @@ def await_flags(flag, value, step, phase: tl.constexpr, missing, ctl, alarm, pee
 
 @triton.jit
 def await_row(flag, step, phase: tl.constexpr, ctl, alarm, p):
-    """Wait for a row's flag of rank ``p``, which has begun to send. Returns 1 if it never came, as ``await_flags``."""
-    late = poll(flag, step, SOON_NS)
+    """Wait for a row's flag of rank ``p``, which has begun to send. Returns 1 if it never came, as ``await_flags``.
+
+    Nothing is looked at or told meanwhile.
+    """
+    late = poll(flag, step, tl.load(ctl + _BUDGET))
     if late != 0:
-        late = _insist_on_row(flag, step, phase, ctl, alarm, p)
-    return late
-
-
-@triton.jit
-def _insist_on_row(flag, step, phase: tl.constexpr, ctl, alarm, p):
-    budget, spent = tl.atomic_add(ctl + _BUDGET, 0), tl.cast(0, tl.int64)
-    slice_ns = budget if _ALONE else budget - budget + SLICE_NS
-    late, over = 1, False
-    while (late != 0) & (over == 0):
-        ended = has_ended(p, ctl)
-        late = poll(flag, step, slice_ns)
-        spent += slice_ns
-        over = ended | (spent >= budget)
-        if (late != 0) & over:
-            report(ctl, alarm, tl.where(ended, PEER_ENDED, 1 + phase), p, step)
-            spoil(ctl, step, phase)
-        budget = tl.atomic_add(ctl + _BUDGET, 0)
+        report(ctl, alarm, 1 + phase, p, step)
+        spoil(ctl, step, phase)
     return late
 
 
