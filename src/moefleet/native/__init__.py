@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .build import CannotBuild, load
-from .structs import FleetStruct, InboxStruct, SentStruct
+from .structs import FleetStruct, InboxStruct, PartStruct, SentStruct
 
-__all__ = ["FleetStruct", "InboxStruct", "SentStruct", "Status", "library", "status"]
+__all__ = ["FleetStruct", "InboxStruct", "PartStruct", "SentStruct", "Status", "library", "status"]
 
 SWITCH = "MOEFLEET_NATIVE"
 

@@ -13,7 +13,8 @@
 #include <unistd.h>
 
 /* substrate/control.py has the same, and says what it means. */
-enum { OPERATION = 6, WAITING_ON = 7, WAITING_STEP = 8, WAITING_OPERATION = 9, FAILED = 10, COMBINING = 12 };
+enum { STATE = 4, STEP = 5, OPERATION = 6, WAITING_ON = 7, WAITING_STEP = 8, WAITING_OPERATION = 9, FAILED = 10, COMBINING = 12 };
+enum { RUNNING = 1 };
 typedef struct {
     int64_t generation, round, step, operation, topk, dtype, failed, origin, length;
     uint8_t mask[MAX_RANKS / 8];
@@ -45,6 +46,14 @@ static uint64_t said(const Fleet *fleet, int64_t rank, int64_t index)
     return atomic_load_explicit(word(fleet, rank, index), memory_order_relaxed);
 }
 
+static int is_everybody(const Fleet *fleet, const uint8_t *ranks)
+{
+    for (int64_t rank = 0; rank < fleet->world; rank++)
+        if (!has(ranks, rank))
+            return 0;
+    return 1;
+}
+
 static int all_came(const Fleet *fleet, int64_t operation, int64_t step)
 {
     for (int64_t rank = 0; rank < fleet->world; rank++)
@@ -65,6 +74,22 @@ static void wake_sleepers(const Fleet *fleet)
     }
 }
 
+/* Say that this rank runs this step. */
+void moefleet_begin(const Fleet *fleet, int64_t step)
+{
+    atomic_store_explicit(word(fleet, fleet->rank, STATE), RUNNING, memory_order_relaxed);
+    atomic_store_explicit(word(fleet, fleet->rank, STEP), (uint64_t)step, memory_order_relaxed);
+    atomic_store_explicit(word(fleet, fleet->rank, OPERATION), DISPATCH, memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst); /* a reader that sees data of this step sees its number too */
+}
+
+/* Say that this rank is done with the step: its buffers are no longer read. */
+void moefleet_close(const Fleet *fleet, int64_t step)
+{
+    int64_t flag = fleet->flags[CLOSED][step % SETS];
+    atomic_store_explicit(word(fleet, fleet->rank, flag), (uint64_t)step, memory_order_release);
+}
+
 /* Say that this rank is about to write over the rows that it combined two steps ago. */
 void moefleet_combining(const Fleet *fleet, int64_t step)
 {
@@ -77,9 +102,9 @@ void moefleet_combining(const Fleet *fleet, int64_t step)
 
    A rank that committed its routing before has peers that may be reading that header, which is the same: it stays.
 
-   mask: whom it trusts, as bits; everybody: whether that is all. */
+   mask: whom it trusts, as bits. */
 void moefleet_commit(const Fleet *fleet, int64_t operation, int64_t step, int64_t round, int64_t tokens, int64_t placed,
-                     int64_t topk, int64_t dtype, const uint8_t *mask, int64_t everybody)
+                     int64_t topk, int64_t dtype, const uint8_t *mask)
 {
     int64_t rank = fleet->rank, set = step % SETS, phase = phase_of(operation);
     int parted = operation == DISPATCH && fleet->early && placed;
@@ -95,7 +120,7 @@ void moefleet_commit(const Fleet *fleet, int64_t operation, int64_t step, int64_
         atomic_store_explicit(word(fleet, rank, fleet->flags[ROUTES][set]), (uint64_t)step, memory_order_release);
     atomic_store_explicit(word(fleet, rank, fleet->flags[operation][set]), (uint64_t)step, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst); /* store, then look: of the last two at least one sees that all came */
-    if (!everybody || all_came(fleet, operation, step) || (early && all_came(fleet, ROUTES, step)))
+    if (!is_everybody(fleet, mask) || all_came(fleet, operation, step) || (early && all_came(fleet, ROUTES, step)))
         wake_sleepers(fleet);
 }
 

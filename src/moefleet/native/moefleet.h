@@ -1,4 +1,4 @@
-/* What the parts of the helper share. structs.py mirrors the two structs; moefleet_sizes() holds it to that.
+/* What the parts of the helper share. structs.py mirrors the structs; moefleet_sizes() holds it to that.
 
    Letters as everywhere: W ranks, E experts, L local experts, T tokens, M the most of those, K top-k, H hidden. */
 
@@ -70,6 +70,20 @@ typedef struct {
     double *sum;        /* [Kmax] and its weight */
 } Inbox;
 
+/* What a rank brings to a step, but for what is new in each: where its tokens lie, and what experts made of others'. */
+typedef struct {
+    Inbox *inbox;
+    const int32_t *ids;   /* [T, K] */
+    const float *weights; /* [T, K] */
+    int64_t count, topk;  /* T, K */
+    int64_t pitch, dtype; /* of tokens: bytes from one to the next, and what headers say of their type */
+    const char *scales;   /* may be missing */
+    int64_t scale_pitch;
+    int64_t placed;       /* whether to place tokens, see push.c */
+    int64_t expected;     /* rows that must arrive, or -1 */
+    int64_t made_type, made_pitch, made_dtype; /* of the experts' rows: type, and the same */
+} Part;
+
 static inline char *segment(const Fleet *fleet, int64_t rank)
 {
     return fleet->base + rank * fleet->stride;
@@ -105,10 +119,12 @@ static inline void servers(const Fleet *fleet, const int32_t *ids, int64_t topk,
             for (int64_t rank = 64 * word_ + __builtin_ctzll(left_), once_ = 1; once_; once_ = 0)
 
 /* flags.c */
+void moefleet_begin(const Fleet *fleet, int64_t step);
 void moefleet_combining(const Fleet *fleet, int64_t step);
 void moefleet_commit(const Fleet *fleet, int64_t operation, int64_t step, int64_t round, int64_t tokens, int64_t placed,
-                     int64_t topk, int64_t dtype, const uint8_t *mask, int64_t everybody);
+                     int64_t topk, int64_t dtype, const uint8_t *mask);
 int64_t moefleet_collect(const Fleet *fleet, int64_t operation, int64_t step, const uint8_t *taking);
+void moefleet_close(const Fleet *fleet, int64_t step);
 
 /* routes.c and push.c */
 void moefleet_store(Fleet *fleet, int64_t set, int64_t count, const char *tokens, int64_t pitch, const char *scales,

@@ -327,5 +327,6 @@ int64_t moefleet_sum(Fleet *fleet, int64_t set, int64_t type, const int32_t *ids
 /* Sizes of what structs.py mirrors. */
 int64_t moefleet_sizes(int64_t which)
 {
-    return (int64_t)(which ? sizeof(Inbox) : sizeof(Fleet));
+    static const size_t sizes[] = {sizeof(Fleet), sizeof(Inbox), sizeof(Part)};
+    return (int64_t)sizes[which];
 }

@@ -55,6 +55,19 @@ class InboxStruct(ctypes.Structure):
     )  # fmt: skip
 
 
+class PartStruct(ctypes.Structure):
+    """What a rank brings to a step, but for what is new in each; see ``moefleet.h``."""
+
+    _fields_: ClassVar[Any] = (
+        ("inbox", c_void_p), ("ids", c_void_p), ("weights", c_void_p),
+        ("count", c_int64), ("topk", c_int64),
+        ("pitch", c_int64), ("dtype", c_int64),
+        ("scales", c_void_p), ("scale_pitch", c_int64),
+        ("placed", c_int64), ("expected", c_int64),
+        ("made_type", c_int64), ("made_pitch", c_int64), ("made_dtype", c_int64),
+    )  # fmt: skip
+
+
 CALLS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "read": (c_int64, (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
     "store": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
@@ -63,18 +76,10 @@ CALLS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "gather": (None, (c_void_p, c_void_p, c_int64)),
     "give": (c_int64, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64)),
     "sum": (c_int64, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_char_p, c_void_p, c_void_p)),
-    "commit": (None, (c_void_p, *(c_int64,) * 7, c_char_p, c_int64)),
+    "commit": (None, (c_void_p, *(c_int64,) * 7, c_char_p)),
     "collect": (c_int64, (c_void_p, c_int64, c_int64, c_char_p)),
-    "dispatch": (
-        c_int64,
-        (c_void_p, c_void_p, *(c_int64,) * 3, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *(c_int64,) * 3)
-        + (c_char_p, c_int64, c_int64),
-    ),
-    "combine": (
-        c_int64,
-        (c_void_p, c_void_p, *(c_int64,) * 3, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64)
-        + (c_char_p, c_int64, c_char_p, c_void_p, c_void_p),
-    ),
+    "dispatch": (c_int64, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_char_p)),
+    "combine": (c_int64, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_char_p, c_char_p, c_void_p)),
     "copy_rows": (
         c_int64,
         (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
@@ -105,7 +110,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         except AttributeError as error:
             raise OSError(f"it has no moefleet_{name}") from error
         call.restype, call.argtypes = result, arguments
-    for which, struct in enumerate((FleetStruct, InboxStruct)):
+    for which, struct in enumerate((FleetStruct, InboxStruct, PartStruct)):
         if library.moefleet_sizes(which) != ctypes.sizeof(struct):
             raise OSError(f"its {struct.__name__} has another size")
     return library

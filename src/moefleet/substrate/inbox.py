@@ -21,6 +21,9 @@ class Inbox:
 
     Args:
         rows: memory to use for the rows, bytes; ``None`` takes private memory.
+
+    Attributes:
+        shown: what :meth:`output` returned last.
     """
 
     def __init__(
@@ -52,14 +55,15 @@ class Inbox:
         self._routing: tuple[torch.Tensor, torch.Tensor] | None = None
         self._routing_host: tuple[Ints, npt.NDArray[np.float32]] | None = None
         self._stale: Ints | slice = slice(0, 0)
+        self.shown: DispatchOutput | None = None
 
     def output(self, dtype: torch.dtype, topk: int, scale_dtype: torch.dtype | None) -> DispatchOutput:
         """Views of this memory in the Fleet's layout; :meth:`fill` writes them."""
         key = (dtype, topk, scale_dtype)
-        if key != self._key:
+        if self.shown is None or key != self._key:
             with torch.inference_mode(False):  # what lasts can be written in any mode
-                self._key, self._output = key, self._make(*key)
-        return self._output
+                self._key, self.shown = key, self._make(*key)
+        return self.shown
 
     def _make(self, dtype: torch.dtype, topk: int, scale_dtype: torch.dtype | None) -> DispatchOutput:
         rows = self._rows.view(dtype).view(*self._shape, self._params.token_hidden_size)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
@@ -15,17 +16,18 @@ from ...knobs import HandleAlgoKnob, HandleAlgoKnobTopKWeights
 from ...substrate.control import SETS, Operation
 from ...substrate.inbox import Inbox
 from ...substrate.rowtypes import row_code
-from ...tensors import HandleParams, is_plain
+from ...tensors import CombineInputParams, CombineOutput, DispatchInputParams, DispatchOutput, HandleParams, is_plain
 from . import low_precision
 from .buffers import BufferSet
 from .compiled import NativeInbox
 from .moves import Ranks, Routing
-from .whole import Reached
+from .whole import Known, Part, Reached
 
 if TYPE_CHECKING:
-    from .fleet import ShmFleet  # noqa: F401 - named in a string below
+    from .fleet import ShmFleet
 
 _IDS, _WEIGHTS = (torch.int32, torch.int64), (torch.float32,)
+_IDLE, _RECEIVED, _DONE = Phase.IDLE, Phase.RECEIVED, int(Reached.DONE)
 
 
 class Parcel(NamedTuple):
@@ -40,49 +42,140 @@ class Parcel(NamedTuple):
 @dataclass(kw_only=True)
 class ShmStep(OpenStep):
     """``at``, ``inbox``: the memory that it uses; ``placing``: whether peers reach the inbox; ``arrived``: rows;
-    ``present``: the ranks that took part in dispatch, as bits."""
+    ``present``: the ranks that took part in dispatch, as bits; ``part``: what the helper was told,
+    where it did all of dispatch in one call."""
 
     at: BufferSet
     inbox: Inbox
     placing: bool
     arrived: int = 0
     present: int = 0
+    part: Part | None = None
+
+
+def _nothing() -> None:
+    """What is known at first."""
 
 
 class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
-    """See :class:`moefleet.fleet.Handle` for the contract."""
+    """See :class:`moefleet.fleet.Handle` for the contract.
 
-    _routing: Routing | None = None
+    Each call of a whole phase has a short way, for a healthy step and plain tensors of a kind that was checked before.
+    It touches as little of Python's code and memory as it can, since rows push both out of the caches between two
+    calls. Where anything is unusual the long way does the same, and says what is wrong.
+    """
+
+    def __init__(self, fleet: ShmFleet, params: HandleParams, knobs: Sequence[HandleAlgoKnob]) -> None:
+        self._routing: Routing | None = None
+        self._known: Callable[[], Known | None] = _nothing
+        self._again = False  # whether a whole step went well before
+        super().__init__(fleet, params, knobs)
+
+    def update(self, params: HandleParams, algo_knobs: Sequence[HandleAlgoKnob] = ()) -> None:
+        if (
+            self._phase is not _IDLE
+            or not self._fleet.calm()
+            or not self._read_plain(params.topk_ids, algo_knobs, self._shape)
+        ):
+            super().update(params, algo_knobs)
+
+    def dispatch(self, params: DispatchInputParams) -> DispatchOutput:
+        fleet, x, known = self._fleet, params.x, self._known()
+        steps, whole = fleet.steps, fleet.whole
+        open_: ShmStep | None = None if known is None else known[(steps.last + 1) % SETS]
+        if (
+            open_ is None
+            or whole is None
+            or (part := open_.part) is None
+            or part.fleet != whole.fleet  # of another topology
+            or open_.output is not part.inbox.shown  # it was made anew for another handle
+            or self._phase is not _IDLE
+            or len(x) != 1
+            or not is_plain(tokens := x[0], part.sent, part.sent_types, fleet.device)
+            or not fleet.calm()
+            or not (step := steps.begin_now())
+        ):
+            return super().dispatch(params)
+        open_.step, open_.dtype, open_.result, self._open = step, part.sent_types[0], None, open_
+        try:
+            fleet.tokens_sent += self._shape[0]
+            reached = whole.dispatch_call(
+                whole.fleet, part.address, step, fleet.faults.epoch, tokens.data_ptr(), whole.everybody
+            )
+            open_.arrived, open_.present = reached - _DONE, fleet.faults.everybody
+            if reached < _DONE or fleet.faults.tolerant:
+                self._go_on(open_, part, Parcel(tokens, None, part.struct.dtype, part.struct.placed > 0), reached)
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        self._phase = _RECEIVED
+        return open_.output
+
+    def combine(self, params: CombineInputParams) -> CombineOutput:
+        fleet, x, open_, steps = self._fleet, params.x, self._open, self._fleet.steps
+        if (
+            open_ is None
+            or (part := open_.part) is None
+            or part.home is None
+            or (whole := fleet.whole) is None
+            or self._phase is not _RECEIVED
+            or params.out is not None
+            or len(x) != 1
+            or not is_plain(rows := x[0], part.made, part.made_types, fleet.device)
+            or open_.present != fleet.faults.everybody
+            or not fleet.calm()
+        ):
+            return super().combine(params)
+        try:
+            open_.dtype = rows.dtype
+            out = torch.empty_like(part.home)
+            reached = whole.combine_call(
+                whole.fleet, part.address, open_.step, fleet.faults.epoch, rows.data_ptr(), whole.everybody,
+                whole.everybody, out.data_ptr(),
+            )  # fmt: skip
+            if reached != _DONE or fleet.faults.tolerant:
+                return self._close(open_, self._came_home(open_, out, reached, open_.present))
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        self._open, self._phase = None, _IDLE
+        steps.open.discard(open_.step)
+        return CombineOutput(out)
 
     def _read(self, params: HandleParams, knobs: Sequence[HandleAlgoKnob]) -> None:
-        """The usual case, plain ids and weights, in one call of the helper; the long way does all others."""
-        fleet, ids = self._fleet, params.topk_ids
-        weights = None if knobs else self._given_weights
-        if len(knobs) == 1 and type(knobs[0]) is HandleAlgoKnobTopKWeights:
-            weights = knobs[0].weights
-        if (
-            weights is not None
-            and self._is_plain(ids, weights)
-            and fleet.moves.read(self._routing_of(ids), ids, weights)
-        ):
-            self._given_weights, self._shape = weights, ids.shape
-        else:
-            super()._read(params, knobs)
-
-    def _is_plain(self, ids: torch.Tensor, weights: torch.Tensor) -> bool:
-        """Whether all but the ids' values can be told to be right at a glance."""
-        params, device = self._fleet.params, self._fleet.device
-        return (
+        ids, limits = params.topk_ids, self._fleet.params
+        fits = (
             type(ids) is torch.Tensor
             and ids.dim() == 2
-            and ids.shape[0] <= params.max_tokens_per_rank
-            and 1 <= ids.shape[1] <= params.max_topk
-            and is_plain(ids, ids.shape, _IDS, device)
-            and is_plain(weights, ids.shape, _WEIGHTS, device)
+            and ids.shape[0] <= limits.max_tokens_per_rank
+            and 1 <= ids.shape[1] <= limits.max_topk
         )
+        if not fits or not self._read_plain(ids, knobs, ids.shape):
+            before = self._split, self._expected_rows
+            super()._read(params, knobs)
+            if before != (self._split, self._expected_rows):
+                self._known = _nothing
+
+    def _read_plain(self, ids: torch.Tensor, knobs: Sequence[HandleAlgoKnob], shape: torch.Size) -> bool:
+        """Read the usual, plain ids and weights of this shape and no other knob, in one call of the helper."""
+        fleet, weights = self._fleet, self._given_weights
+        if len(knobs) == 1 and type(knobs[0]) is HandleAlgoKnobTopKWeights:
+            weights = knobs[0].weights
+        elif knobs:
+            return False
+        if (
+            weights is None
+            or not is_plain(ids, shape, _IDS, fleet.device)
+            or not is_plain(weights, shape, _WEIGHTS, fleet.device)
+            or not fleet.moves.read(self._routing or self._routing_of(ids), ids, weights)
+        ):
+            return False
+        self._given_weights, self._shape = weights, shape
+        return True
 
     def combine_buffer(self) -> torch.Tensor | None:
-        self._expect(Phase.RECEIVED, "combine_buffer")
+        if self._phase is not _RECEIVED or not self._fleet.calm():
+            self._expect(Phase.RECEIVED, "combine_buffer")
         open_ = self._opened()
         if open_.at.returned is None:
             return None  # EXPERT_MAJOR, nothing is placed: combine sums the rows where they lie
@@ -118,13 +211,23 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             self._send(open_, parcel)
             return self._receive_tokens(open_)
         assert isinstance(open_.inbox, NativeInbox)
-        reached = whole.dispatch(open_.step, open_.inbox, self._routed(), *parcel, self._expected_rows)
+        part, reached = whole.dispatch(open_.step, open_.inbox, self._routed(), *parcel, self._expected_rows)
+        open_.part = part
+        self._go_on(open_, part, parcel, reached)
+        if self._again and reached >= Reached.DONE and self._fleet.calm() and part.keep_sent(tokens):
+            known = self._known()
+            if known is None:
+                known = whole.known[self] = Known([None] * SETS)
+                self._known = ref(known)
+            known[open_.step % SETS] = open_
+
+    def _go_on(self, open_: ShmStep, part: Part, parcel: Parcel, reached: int) -> None:
+        """What is left of dispatch, where the helper came so far."""
         if reached == Reached.ROUTES:
             self._place(open_, parcel, looked=True)
         if reached <= Reached.COMMITTED:
             return self._receive_tokens(open_, looked=reached == Reached.COMMITTED)
-        open_.present = self._fleet.faults.trusted
-        open_.arrived = open_.inbox.struct.total
+        open_.arrived, open_.present = part.inbox.struct.total, self._fleet.faults.trusted
         self._check_room(open_.arrived)
         self._fleet.steps.overtaken(Operation.DISPATCH, open_.step)
 
@@ -178,13 +281,22 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
 
     def _exchange_rows(self, open_: ShmStep, rows: torch.Tensor) -> torch.Tensor:
         fleet = self._fleet
-        if fleet.whole is None:
+        if fleet.whole is None or open_.part is None:
             self._send_rows(open_, rows)
             return self._receive_rows(open_)
-        assert isinstance(open_.inbox, NativeInbox)
-        taking, code = open_.present & fleet.faults.trusted, row_code(rows.dtype, None)
-        done = fleet.whole.combine(open_.step, open_.inbox, self._routed(), rows, code, taking, open_.result)
-        return self._receive_rows(open_, looked=True) if done is None else self._received_rows(open_, *done, taking)
+        taking = open_.present & fleet.faults.trusted
+        out, reached = fleet.whole.combine(open_.step, open_.part, rows, taking, open_.result)
+        if self._again:
+            open_.part.keep_made(rows)
+        self._again = True
+        return self._came_home(open_, out, reached, taking)
+
+    def _came_home(self, open_: ShmStep, out: torch.Tensor, reached: int, taking: int) -> torch.Tensor:
+        """What is left of combine, where the helper came so far."""
+        if reached < Reached.DONE:
+            return self._receive_rows(open_, looked=True)
+        unserved = reached - Reached.DONE
+        return self._received_rows(open_, out, unserved - 1 if unserved else None, taking)
 
     def _send_rows(self, open_: ShmStep, rows: torch.Tensor) -> None:
         fleet = self._fleet

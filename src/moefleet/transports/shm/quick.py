@@ -60,14 +60,9 @@ class QuickFlags:
 
     def commit(self, operation: Operation, step: int, tokens: int, topk: int, dtype: int, placed: bool) -> None:
         """Write the header, let the peers see this phase's data, and wake those who wait for it."""
-        epoch, trusted, all_trusted = self.mind()
-        self._commit(self._fleet, operation, step, epoch, tokens, placed, topk, dtype, trusted, all_trusted)
+        trusted = as_bits(self._faults.trusted)
+        self._commit(self._fleet, operation, step, self._faults.epoch, tokens, placed, topk, dtype, trusted)
 
     def collect(self, operation: Operation, step: int, taking: int) -> bool:
         """Whether all ranks in ``taking`` (bits) came soon, agree, and none gave up: then see ``tokens, placed``."""
         return self._collect(self._fleet, operation, step, as_bits(taking)) > 0
-
-    def mind(self) -> tuple[int, bytes, bool]:
-        """What this rank's headers say: its last decision, whom it trusts, and whether that is everybody."""
-        faults, trusted = self._faults, self._faults.trusted
-        return faults.epoch, as_bits(trusted), trusted == faults.everybody

@@ -31,6 +31,10 @@ class Steps:
     Args:
         group, faults, generation: shared memory, accusations, and the number of this set of ranks.
         quick: what is asked first, where the helper in C is there.
+
+    Attributes:
+        last: number of the last step begun; 0 before the first.
+        open: steps that were begun, and not yet closed.
     """
 
     def __init__(self, group: HostGroup, faults: FaultState, generation: int, quick: QuickFlags | None = None) -> None:
@@ -39,19 +43,14 @@ class Steps:
         rank, world = group.rank, group.world_size
         self._others = [(rank + away) % world for away in range(1, world)]
         self._segments = [peer * group.range.stride for peer in range(world)]
-        self._last = 0
-        self.open: set[int] = set()  # dispatched and not yet combined
+        self.last = 0
+        self.open: set[int] = set()
         self._spoiled = [0] * SETS
-
-    @property
-    def last(self) -> int:
-        """Number of the last step begun; 0 before the first."""
-        return self._last
 
     @property
     def blocked(self) -> bool:
         """Whether the next step's buffer set is still taken by an open step."""
-        return self._last + 1 - SETS in self.open
+        return self.last + 1 - SETS in self.open
 
     def begin(self) -> int:
         """Open the next step.
@@ -59,7 +58,7 @@ class Steps:
         Raises:
             MoEEpConfigError: the step before last is still open; nothing is lost.
         """
-        step = self._last + 1
+        step = self.last + 1
         if step - SETS in self.open:
             raise config_error(
                 "dispatch",
@@ -71,11 +70,19 @@ class Steps:
             trusted = [peer for peer in self._others if self._faults.trusts(peer)]
             self._group.waiter.wait(trusted, Operation.CLOSED, spoiled)
             self._spoiled[step % SETS] = 0
-        self._last = step
-        self.open.add(step)
+        self.begin_now()
         words, mine = self._group.words, self._group.blocks[self._group.rank]
         words[mine + _STATE], words[mine + _STEP], words[mine + _OPERATION] = _RUNNING, step, _DISPATCH
         fence()  # a reader that sees data of this step sees its number too: overtaken() relies on it
+        return step
+
+    def begin_now(self) -> int:
+        """The same where nothing is in the way and the helper says it; else nothing happens, and 0 is returned."""
+        step = self.last + 1
+        if step - SETS in self.open or self._spoiled[step % SETS]:
+            return 0
+        self.last = step
+        self.open.add(step)
         return step
 
     def commit(
@@ -208,7 +215,7 @@ class Steps:
 
     def resume(self, step: int) -> None:
         """Begin again at ``step``, which all survivors of a decision agreed on; nobody is reading old memory."""
-        self._last = step - 1
+        self.last = step - 1
         self.open.clear()
         self._spoiled = [0] * SETS
 

@@ -104,7 +104,7 @@ class Topology:
             moves = in_c = NativeMoves(params, placement, rank, owners, library, group.range, layout)
             early = places and params.layout is not EpLayout.RANK_MAJOR
             quick = QuickFlags(library, in_c.struct, group.waiter, faults, meeting.generation, early=early)
-            whole = WholePhases(library, in_c, quick)
+            whole = WholePhases(library, in_c, faults)
         return cls(
             meeting,
             bootstrap,

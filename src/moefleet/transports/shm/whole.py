@@ -1,21 +1,28 @@
 """Dispatch and combine of a healthy step in one call of the helper each.
 
 Single calls that Python makes one after the other find cold caches after each wait: with more ranks than cores, and
-after rows that fill the caches, that is what a small step costs.
+after rows that fill the caches, that is what a small step costs. So is Python itself: what one step found out about a
+kind of tensors is kept in its :class:`Part`, and a later step with tensors of that kind goes straight to the helper.
 """
 
 from __future__ import annotations
 
 import ctypes
 import enum
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
+from ...native import PartStruct
 from ...substrate.control import as_bits
+from ...substrate.faults import FaultState
 from ...substrate.native_gather import TYPE_CODES
+from ...substrate.rowtypes import row_code
+from ...tensors import is_plain
 from .compiled import NativeInbox, NativeMoves
 from .moves import Routing
-from .quick import QuickFlags
 
 
 class Reached(enum.IntEnum):
@@ -27,19 +34,67 @@ class Reached(enum.IntEnum):
     DONE = 3
 
 
+class Part:
+    """What a rank brings to a step, and to later ones of its parity that are like it.
+
+    Attributes:
+        struct, address: that, as the helper takes it.
+        fleet: the :attr:`WholePhases.fleet` that it goes with.
+        inbox: where rows are received.
+        sent, sent_types: shape and type of tokens for which the struct is good, if they are plain; no type: none are.
+        made, made_types: the same of experts' rows.
+        home: a tensor like the sums, ``[T, H]``, whose memory is not used: nothing makes another as quickly.
+    """
+
+    __slots__ = ("address", "fleet", "home", "inbox", "made", "made_types", "sent", "sent_types", "struct")
+
+    sent: Sequence[int]
+    made: Sequence[int]
+    sent_types: tuple[torch.dtype, ...]
+    made_types: tuple[torch.dtype, ...]
+
+    def __init__(self, fleet: int, inbox: NativeInbox, struct: PartStruct) -> None:
+        self.fleet, self.inbox, self.struct = fleet, inbox, struct
+        self.address = ctypes.addressof(struct)
+        self.home: torch.Tensor | None = None  # until it is there, the rest of what is kept is not
+
+    def keep_sent(self, tokens: torch.Tensor) -> bool:
+        """Keep what holds for tokens such as these, that were just sent. Returns whether they are plain."""
+        plain = not self.struct.scales and is_plain(tokens, tokens.shape, (tokens.dtype,), tokens.device)
+        self.sent, self.sent_types = tokens.shape, (tokens.dtype,) if plain else ()
+        return plain
+
+    def keep_made(self, rows: torch.Tensor) -> None:
+        """The same of experts' rows that were just given back."""
+        plain = is_plain(rows, rows.shape, (rows.dtype,), rows.device)
+        self.made, self.made_types = rows.shape, (rows.dtype,) if plain else ()
+        self.home = torch.empty(self.struct.count, rows.shape[-1], dtype=rows.dtype)
+
+
+class Known(list[Any]):
+    """The steps of a handle, one of each parity, that later ones with tensors of the same kind can be like."""
+
+
 class WholePhases:
     """See the module.
 
     Args:
         library: the helper.
-        moves, quick: which do the same in single calls.
+        moves: which does the same in single calls.
+        faults: whom this rank trusts.
+
+    Attributes:
+        dispatch_call, combine_call: the helper's own, see ``phases.c``.
+        fleet: its first argument.
+        everybody: all ranks, as it takes them.
+        known: of each handle that is used again and again. It ends with this topology, whose memory it needs.
     """
 
-    def __init__(self, library: ctypes.CDLL, moves: NativeMoves, quick: QuickFlags) -> None:
-        self._dispatch, self._combine = library.moefleet_dispatch, library.moefleet_combine
-        self._moves, self._quick, self._fleet = moves, quick, moves.address
-        self._unserved = ctypes.c_int64()
-        self._unserved_at = ctypes.addressof(self._unserved)
+    def __init__(self, library: ctypes.CDLL, moves: NativeMoves, faults: FaultState) -> None:
+        self.dispatch_call, self.combine_call = library.moefleet_dispatch, library.moefleet_combine
+        self.fleet, self.everybody = moves.address, as_bits(faults.everybody)
+        self.known: WeakKeyDictionary[object, Known] = WeakKeyDictionary()
+        self._moves, self._faults = moves, faults
 
     def dispatch(
         self,
@@ -51,44 +106,38 @@ class WholePhases:
         dtype: int,
         placed: bool,
         expected: int | None,
-    ) -> int:
+    ) -> tuple[Part, int]:
         """From storing (or placing) tokens ``[T, H]`` to gathering what is for this rank; ``expected``: rows.
 
         Returns:
-            How far it came, see :class:`Reached`.
+            What combine needs, and how far it came, see :class:`Reached`; where that is to the end, plus the number of
+            rows that arrived.
         """
         tokens, pitch = self._moves.pitched(tokens)
-        scales, scale_at, scale_pitch = self._moves.pitched_scales(scales)
-        epoch, trusted, all_trusted = self._quick.mind()
+        scales, scales_at, scale_pitch = self._moves.pitched_scales(scales)
         count, topk = routing.shape
-        reached: int = self._dispatch(
-            self._fleet, inbox.address, step, epoch, count, tokens.data_ptr(), pitch, scale_at, scale_pitch,
-            routing.ids_at, routing.weights_at, topk, dtype, placed, trusted, all_trusted,
-            -1 if expected is None else expected,
+        struct = PartStruct(
+            inbox.address, routing.ids_at, routing.weights_at, count, topk, pitch, dtype, scales_at, scale_pitch,
+            placed, -1 if expected is None else expected,
         )  # fmt: skip
-        return reached
+        part, faults = Part(self.fleet, inbox, struct), self._faults
+        reached = self.dispatch_call(
+            self.fleet, part.address, step, faults.epoch, tokens.data_ptr(), as_bits(faults.trusted)
+        )
+        return part, reached
 
     def combine(
-        self,
-        step: int,
-        inbox: NativeInbox,
-        routing: Routing,
-        rows: torch.Tensor,
-        dtype: int,
-        present: int,
-        out: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, int | None] | None:
-        """From giving the experts' rows to the sum, as of :meth:`Moves.sum`; ``None``: no further than commit."""
-        moves, (count, topk) = self._moves, routing.shape
-        out = moves.room(rows.dtype, count, out)
-        given, pitch = moves.pitched(rows)
-        epoch, trusted, all_trusted = self._quick.mind()
-        reached = self._combine(
-            self._fleet, inbox.address, step, epoch, TYPE_CODES[rows.dtype], given.data_ptr(), pitch, dtype,
-            routing.ids_at, count, topk, trusted, all_trusted, as_bits(present), out.data_ptr(),
-            self._unserved_at,
+        self, step: int, part: Part, rows: torch.Tensor, present: int, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, int]:
+        """From giving the experts' rows to the sum, as of :meth:`Moves.sum`, and how far it came: where that is
+        further than :attr:`Reached.DONE`, by the first rank that served other tokens, plus one.
+        """
+        struct, faults = part.struct, self._faults
+        out = self._moves.room(rows.dtype, struct.count, out)
+        given, struct.made_pitch = self._moves.pitched(rows)
+        struct.made_type, struct.made_dtype = TYPE_CODES[rows.dtype], row_code(rows.dtype, None)
+        reached = self.combine_call(
+            self.fleet, part.address, step, faults.epoch, given.data_ptr(), as_bits(faults.trusted), as_bits(present),
+            out.data_ptr(),
         )  # fmt: skip
-        if reached < Reached.DONE:
-            return None
-        unserved = self._unserved.value
-        return out, unserved - 1 if unserved else None
+        return out, reached
