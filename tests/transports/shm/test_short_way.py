@@ -76,7 +76,11 @@ def test_it_is_taken(layout: EpLayout, monkeypatch: pytest.MonkeyPatch) -> None:
 
         for call in ("update", "dispatch", "combine"):
             monkeypatch.setattr(HalvesHandle, call, refuse)
-        results = [step(handle, number) for number in range(6)]
+        results = [step(handle, number) for number in range(5)]
+        handle.update(HandleParams(routing(5)[0]), [HandleAlgoKnobTopKWeights(routing(5)[1])])
+        rows, given = handle.dispatch(DispatchInputParams([X])).expert_tensors, torch.empty(T, HIDDEN)
+        results.append(handle.combine(CombineInputParams([rows], out=given)).x)
+        assert results[5] is given
         for number, y in enumerate(results):  # afterwards: each is a tensor of its own
             torch.testing.assert_close(y, routing(number, layout)[2])
         assert fleet.stats()["steps"] == 10 and fleet.stats()["tokens"] == 10 * T
@@ -108,10 +112,12 @@ def test_unusual_tensors(make: Callable[[], torch.Tensor]) -> None:
 
 def test_a_given_result_is_not_written_by_later_steps() -> None:
     with fleet_of(ALONE) as fleet:
-        handle = warm(fleet)
-        given = torch.full((T, HIDDEN), torch.nan)
-        out = handle.dispatch(DispatchInputParams([X]))
-        assert handle.combine(CombineInputParams([out.expert_tensors], out=given)).x is given
+        handle, wide = warm(fleet), torch.full((T, 2 * HIDDEN), torch.nan)
+        for given in wide[:, HIDDEN:], torch._neg_view(X.clone()), X.clone():
+            rows = handle.dispatch(DispatchInputParams([X])).expert_tensors
+            assert handle.combine(CombineInputParams([rows], out=given)).x is given
+            torch.testing.assert_close(given, routing(3)[2])
+        assert wide[:, :HIDDEN].isnan().all()
         before = given.clone()
         for number in range(4):
             torch.testing.assert_close(step(handle, number), routing(number)[2])
@@ -182,6 +188,14 @@ def _rows(*rows: torch.Tensor) -> Callable[[Handle], None]:
     return combine
 
 
+def _into(out: torch.Tensor) -> Callable[[Handle], None]:
+    def combine(handle: Handle) -> None:
+        rows = handle.dispatch(DispatchInputParams([X])).expert_tensors
+        handle.combine(CombineInputParams([rows], out=out))
+
+    return combine
+
+
 def _announced(handle: Handle) -> None:
     handle.update(HandleParams(routing(1)[0]), [HandleAlgoKnobNumReceivedTokens(99)])
     handle.dispatch(DispatchInputParams([X]))
@@ -200,6 +214,8 @@ WRONG: dict[str, Callable[[Handle], object]] = {
     "another type of rows": _rows(X.bfloat16()),
     "rows of another shape": _rows(X),
     "two tensors of rows": _rows(X, X),
+    "a result of another shape": _into(X[1:].clone()),
+    "a result of another type": _into(X.double()),
     "an id": lambda handle: handle.update(HandleParams(torch.full((T, TOPK), EXPERTS))),
     "rows that were announced": _announced,
 }

@@ -112,23 +112,24 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         return open_.output
 
     def combine(self, params: CombineInputParams) -> CombineOutput:
-        fleet, x, open_, steps = self._fleet, params.x, self._open, self._fleet.steps
+        fleet, x, out, open_ = self._fleet, params.x, params.out, self._open
         if (
             open_ is None
             or (part := open_.part) is None
-            or part.home is None
+            or (home := part.home) is None
             or (whole := fleet.whole) is None
             or self._phase is not _RECEIVED
-            or params.out is not None
             or len(x) != 1
             or not is_plain(rows := x[0], part.made, part.made_types, fleet.device)
+            or (out is not None and not is_plain(out, home.shape, part.made_types, fleet.device))
             or open_.present != fleet.faults.everybody
             or not fleet.calm()
         ):
             return super().combine(params)
         try:
-            open_.dtype = rows.dtype
-            out = torch.empty_like(part.home)
+            open_.dtype, open_.result = rows.dtype, out
+            if out is None:
+                out = torch.empty_like(home)
             reached = whole.combine_call(
                 whole.fleet, part.address, open_.step, fleet.faults.epoch, rows.data_ptr(), whole.everybody,
                 whole.everybody, out.data_ptr(),
@@ -139,7 +140,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             self.give_up(error)
             raise
         self._open, self._phase = None, _IDLE
-        steps.open.discard(open_.step)
+        fleet.steps.open.discard(open_.step)
         return CombineOutput(out)
 
     def _read(self, params: HandleParams, knobs: Sequence[HandleAlgoKnob]) -> None:
