@@ -127,6 +127,7 @@ def is_plain(tensor: object, shape: Sequence[int], dtypes: Sequence[torch.dtype]
     return (
         type(tensor) is torch.Tensor
         and tensor.dtype in dtypes
+        and not tensor.is_nested  # it has no shape
         and tensor.shape == shape
         and tensor.device == device
         and tensor.is_contiguous()

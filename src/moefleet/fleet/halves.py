@@ -269,7 +269,7 @@ class HalvesHandle(Handle, Generic[F, S]):
 
     def _close(self, open_: S, summed: torch.Tensor) -> CombineOutput:
         """Put the result where the caller wants it, and close the step."""
-        result = open_.result
+        result, open_.result = open_.result, None
         if result is not None and result is not summed:
             summed = result.copy_(summed)
         self._open, self._phase = None, Phase.IDLE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -233,6 +234,56 @@ def test_mistakes_are_those_of_a_new_handle(wrong: Callable[[Handle], object]) -
             handle.destroy()
             torch.testing.assert_close(step(warm(fleet, 0), 3), routing(3)[2])
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    "x", [None, (), torch.nested.nested_tensor([torch.zeros(1, 2)])], ids=["None", "none", "nested"]
+)
+def test_what_is_no_rows_at_all_fails_the_step(x: Any) -> None:
+    """With whatever error: the step is over, and the handle can go on."""
+    for steps in (0, 4):
+        with fleet_of(ALONE) as fleet:
+            handle = warm(fleet, steps)
+            handle.update(HandleParams(routing(1)[0]), [HandleAlgoKnobTopKWeights(routing(1)[1])])
+            handle.dispatch(DispatchInputParams([X]))
+            with pytest.raises((TypeError, RuntimeError, MoEEpError)):
+                handle.combine(CombineInputParams([x] if isinstance(x, torch.Tensor) else x))
+            assert fleet.stats()["failed_steps"] == 1
+            torch.testing.assert_close(step(handle, 2), routing(2)[2])
+
+
+def test_an_interrupted_combine_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between what the helper is told of another kind of rows, and what is remembered of them."""
+    with fleet_of(ALONE) as fleet:
+        first, other = warm(fleet), warm(fleet)
+        assert fleet.whole is not None
+        call = fleet.whole.combine_call
+
+        def interrupted(*args: Any) -> int:
+            raise KeyboardInterrupt
+
+        for _ in range(2):  # in each parity
+            out = first.dispatch(DispatchInputParams([X]))
+            wide = torch.stack([out.expert_tensors, out.expert_tensors], -1)[..., 0]
+            monkeypatch.setattr(fleet.whole, "combine_call", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                first.combine(CombineInputParams([wide]))
+            monkeypatch.setattr(fleet.whole, "combine_call", call)
+            step(other, 1)
+        for number in (1, 2, 3, 4):
+            torch.testing.assert_close(step(other, number), routing(number)[2])
+        for number in (1, 2, 3, 4):
+            torch.testing.assert_close(step(first, number), routing(number)[2])
+
+
+def test_a_given_result_is_let_go() -> None:
+    with fleet_of(ALONE) as fleet:
+        handle, given = warm(fleet), torch.empty(T, HIDDEN)
+        out = handle.dispatch(DispatchInputParams([X]))
+        handle.combine(CombineInputParams([out.expert_tensors], out=given))
+        told = weakref.ref(given)
+        del given
+        assert told() is None
 
 
 def test_a_destroyed_fleet() -> None:

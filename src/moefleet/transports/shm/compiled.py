@@ -203,7 +203,7 @@ class NativeMoves(Moves[NativeInbox]):
 
     def room(self, dtype: torch.dtype, count: int, out: torch.Tensor | None) -> torch.Tensor:
         """``[count, H]`` to write sums to: ``out``, if C can write it."""
-        if out is None or not out.is_contiguous() or out.is_neg():
+        if type(out) is not torch.Tensor or not out.is_contiguous() or out.is_neg():
             return torch.empty(count, self._hidden, dtype=dtype)
         return out
 

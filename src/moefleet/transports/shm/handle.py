@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .fleet import ShmFleet
 
 _IDS, _WEIGHTS = (torch.int32, torch.int64), (torch.float32,)
+_SEQUENCES = (list, tuple)
 _IDLE, _RECEIVED, _DONE = Phase.IDLE, Phase.RECEIVED, int(Reached.DONE)
 
 
@@ -90,6 +91,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             or part.fleet != whole.fleet  # of another topology
             or open_.output is not part.inbox.shown  # it was made anew for another handle
             or self._phase is not _IDLE
+            or type(x) not in _SEQUENCES
             or len(x) != 1
             or not is_plain(tokens := x[0], part.sent, part.sent_types, fleet.device)
             or not fleet.calm()
@@ -119,6 +121,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             or (home := part.home) is None
             or (whole := fleet.whole) is None
             or self._phase is not _RECEIVED
+            or type(x) not in _SEQUENCES
             or len(x) != 1
             or not is_plain(rows := x[0], part.made, part.made_types, fleet.device)
             or (out is not None and not is_plain(out, home.shape, part.made_types, fleet.device))
@@ -139,7 +142,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         except BaseException as error:
             self.give_up(error)
             raise
-        self._open, self._phase = None, _IDLE
+        self._open, self._phase, open_.result = None, _IDLE, None
         fleet.steps.open.discard(open_.step)
         return CombineOutput(out)
 

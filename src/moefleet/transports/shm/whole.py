@@ -41,26 +41,27 @@ class Part:
         struct, address: that, as the helper takes it.
         fleet: the :attr:`WholePhases.fleet` that it goes with.
         inbox: where rows are received.
+        scaled: whether scales go with the tokens.
         sent, sent_types: shape and type of tokens for which the struct is good, if they are plain; no type: none are.
         made, made_types: the same of experts' rows.
         home: a tensor like the sums, ``[T, H]``, whose memory is not used: nothing makes another as quickly.
     """
 
-    __slots__ = ("address", "fleet", "home", "inbox", "made", "made_types", "sent", "sent_types", "struct")
+    __slots__ = ("address", "fleet", "home", "inbox", "made", "made_types", "scaled", "sent", "sent_types", "struct")
 
     sent: Sequence[int]
     made: Sequence[int]
     sent_types: tuple[torch.dtype, ...]
     made_types: tuple[torch.dtype, ...]
 
-    def __init__(self, fleet: int, inbox: NativeInbox, struct: PartStruct) -> None:
-        self.fleet, self.inbox, self.struct = fleet, inbox, struct
+    def __init__(self, fleet: int, inbox: NativeInbox, struct: PartStruct, scaled: bool) -> None:
+        self.fleet, self.inbox, self.struct, self.scaled = fleet, inbox, struct, scaled
         self.address = ctypes.addressof(struct)
         self.home: torch.Tensor | None = None  # until it is there, the rest of what is kept is not
 
     def keep_sent(self, tokens: torch.Tensor) -> bool:
         """Keep what holds for tokens such as these, that were just sent. Returns whether they are plain."""
-        plain = not self.struct.scales and is_plain(tokens, tokens.shape, (tokens.dtype,), tokens.device)
+        plain = not self.scaled and is_plain(tokens, tokens.shape, (tokens.dtype,), tokens.device)
         self.sent, self.sent_types = tokens.shape, (tokens.dtype,) if plain else ()
         return plain
 
@@ -113,14 +114,14 @@ class WholePhases:
             What combine needs, and how far it came, see :class:`Reached`; where that is to the end, plus the number of
             rows that arrived.
         """
-        tokens, pitch = self._moves.pitched(tokens)
+        (tokens, pitch), scaled = self._moves.pitched(tokens), scales is not None
         scales, scales_at, scale_pitch = self._moves.pitched_scales(scales)
         count, topk = routing.shape
         struct = PartStruct(
             inbox.address, routing.ids_at, routing.weights_at, count, topk, pitch, dtype, scales_at, scale_pitch,
             placed, -1 if expected is None else expected,
         )  # fmt: skip
-        part, faults = Part(self.fleet, inbox, struct), self._faults
+        part, faults = Part(self.fleet, inbox, struct, scaled), self._faults
         reached = self.dispatch_call(
             self.fleet, part.address, step, faults.epoch, tokens.data_ptr(), as_bits(faults.trusted)
         )
@@ -133,6 +134,7 @@ class WholePhases:
         further than :attr:`Reached.DONE`, by the first rank that served other tokens, plus one.
         """
         struct, faults = part.struct, self._faults
+        part.home = None  # what is kept of rows holds no longer for the struct
         out = self._moves.room(rows.dtype, struct.count, out)
         given, struct.made_pitch = self._moves.pitched(rows)
         struct.made_type, struct.made_dtype = TYPE_CODES[rows.dtype], row_code(rows.dtype, None)
