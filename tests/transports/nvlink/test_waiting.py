@@ -14,8 +14,9 @@ import torch
 
 from moefleet import BootstrapConfig, EpLayout, MoEEpError, MoEEpPeerError, MoEEpTimeoutError, create_fleet, reference
 from moefleet.tensors import DispatchOutput
-from tests.conformance.comparing import check_step as check_results_of_step
-from tests.conformance.context import compute, made, routed, sent, step
+from tests.conformance.comparing import check_step as check_step_of_all
+from tests.conformance.context import RankContext, step
+from tests.conformance.test_mistakes import one_does_not_come, opposite
 from tests.faults.engine import die, run
 from tests.strategies import LAYOUTS, Problem, make_problem
 
@@ -240,64 +241,35 @@ def test_more_ranks_than_fault_tolerance_has_room_for() -> None:
 # In processes, through the whole Fleet.
 
 PROBLEM = make_problem(7, 2, 4, 4, 2, [2, 3], torch.float32, "distinct")
-ORDERS = (
-    ("dispatch", "dispatch", "combine", "combine"),
-    ("dispatch", "combine", "dispatch", "combine"),
-)
 
 
 def in_another_order(bootstrap: BootstrapConfig) -> Any:
-    """Ranks whose calls cross; then one that comes after the others gave up. After each of them a step."""
+    """The conformance suite's ranks whose calls cross, then its rank that comes after the others gave up."""
     from tests.transports.nvlink.pretend import CONFIG, pretend
 
     os.environ["MOEFLEET_CHECK"] = "1"
     pretend()
-    rank, store = bootstrap.rank, bootstrap.tcp_store
-    x, ids, weights = (part[rank] for part in (PROBLEM.xs, PROBLEM.topk_ids, PROBLEM.topk_weights))
-    told: list[list[MoEEpError]] = [[], []]
-    results = []
-    params = PROBLEM.params(EpLayout.FLAT)
-    with create_fleet(replace(bootstrap, timeout_s=90.0), params, (), CONFIG) as fleet:
-        handles, outs = [routed(fleet, ids, weights) for _ in range(2)], {}
-        done = {"dispatch": 0, "combine": 0}
-        for name in ORDERS[rank]:
-            index = done[name]
-            done[name] += 1
-            try:
-                if name == "dispatch":
-                    outs[index] = handles[index].dispatch(sent(x))
-                elif index in outs:
-                    handles[index].combine(made(compute(fleet, outs[index])))
-            except MoEEpError as error:
-                told[0].append(error)
-        results += [step(fleet, x, ids, weights), step(fleet, x, ids, weights)]
-        store.set(f"crossed/{rank}", "")
-        store.wait([f"crossed/{1 - rank}"])
-    with create_fleet(replace(bootstrap, timeout_s=4.0), params, (), CONFIG) as fleet:
-        results.append(step(fleet, x, ids, weights))
-        if rank == 1:
-            store.wait(["gave up"])
-        try:
-            step(fleet, x, ids, weights)
-        except MoEEpError as error:
-            told[1].append(error)
-        store.set("gave up", "")
-        results += [step(fleet, x, ids, weights), step(fleet, x, ids, weights)]
-        store.set(f"late/{rank}", "")
-        store.wait([f"late/{1 - rank}"])
-    return told, results
+    ctx, params = (
+        RankContext(replace(bootstrap, timeout_s=90.0), "nvlink", config=CONFIG),
+        PROBLEM.params(EpLayout.FLAT),
+    )
+    crossed, late = opposite(ctx, params, PROBLEM), one_does_not_come(ctx, params, PROBLEM, 4.0)
+    ctx.meet("all is said")
+    for fleet in ctx.fleets:
+        fleet.destroy()
+    return crossed, late
 
 
 def test_ranks_go_on_after_calls_that_crossed_and_after_a_late_one() -> None:
-    got = run(in_another_order, world=2, timeout_s=100)
-    for rank, (told, _) in enumerate(got):
+    crossed, late = zip(*run(in_another_order, world=2, timeout_s=100), strict=True)
+    for rank, (errors, _) in enumerate(crossed):
         call = ("dispatch of step 2", "combine of step 1")[rank]
-        assert f"this rank waits in {call} for rank {1 - rank}" in str(told[0][0]), told
-    ((late,), (behind,)) = (told[1] for told, _ in got)
-    assert isinstance(late, MoEEpTimeoutError) and late.ranks == (1,)
-    assert isinstance(behind, MoEEpPeerError) and "rank 1 did not come to dispatch of step 2" in behind.reason
-    for each in zip(*(results for _, results in got), strict=True):
-        check_results_of_step(PROBLEM, PROBLEM.params(EpLayout.FLAT), list(each), True)
+        assert f"this rank waits in {call} for rank {1 - rank}" in str(errors[0]), errors
+    (waited, _), (behind, _) = late
+    assert isinstance(waited, MoEEpTimeoutError) and waited.ranks == (1,)
+    assert isinstance(behind, MoEEpPeerError) and "rank 1 did not come to dispatch of step 1" in behind.reason
+    for outcomes in crossed, late:
+        check_step_of_all(PROBLEM, PROBLEM.params(EpLayout.FLAT), [after for _, after in outcomes], True)
 
 
 def one_ends(bootstrap: BootstrapConfig) -> Any:

@@ -179,7 +179,8 @@ class Engine:
         self, slot: torch.Tensor, stream: int, note: torch.Tensor | None = None, *, fresh: bool, wait: bool = True
     ) -> None:
         """Give up the step that ``slot`` dispatched, or (``fresh``) the next one. ``note`` tells the peers why: pinned,
-        int64 ``[NOTE_WORDS]``, unchanged until this has run."""
+        int64 ``[NOTE_WORDS]``, unchanged until this has run. ``wait``: whether for the peers, where the step that comes
+        next needs that, or they may not have read the last note."""
         self._bind_fail(slot, fresh, wait)(stream, self._no_note if note is None else note)
 
     def _bind_fail(self, slot: torch.Tensor, fresh: bool, wait: bool) -> Launch:

@@ -24,8 +24,7 @@ _OWED = tl.constexpr(CONTROL.owed)
 _LOST = tl.constexpr(CONTROL.lost)
 _STEP_BITS = tl.constexpr((1 << ROUND_SHIFT) - 1)
 
-TIMEOUT_DISPATCH = tl.constexpr(1)
-TIMEOUT_COMBINE = tl.constexpr(2)
+TIMEOUT_DISPATCH = tl.constexpr(1)  # one more for combine
 PEER_FAILED = tl.constexpr(3)
 MISMATCH = tl.constexpr(4)
 OVERFLOW = tl.constexpr(5)

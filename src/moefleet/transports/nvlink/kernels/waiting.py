@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ..geometry import BOARD, CONTROL, MOST_JUDGED, ROUND_SHIFT
-from .signals import CROSSED, INTERPRETED, PEER_ENDED, flags, poll, release, report, spoil
+from .signals import CROSSED, INTERPRETED, PEER_ENDED, TIMEOUT_DISPATCH, flags, poll, release, report, spoil
 
 _BUDGET = tl.constexpr(CONTROL.budget_ns)
 _BOARD = tl.constexpr(CONTROL.board)
@@ -95,7 +95,7 @@ def await_row(flag, step, phase: tl.constexpr, ctl, alarm, p):
     """
     late = poll(flag, step, tl.load(ctl + _BUDGET))
     if late != 0:
-        report(ctl, alarm, 1 + phase, p, step)
+        report(ctl, alarm, TIMEOUT_DISPATCH + phase, p, step)
         spoil(ctl, step, phase)
     return late
 
@@ -159,7 +159,7 @@ def _insist(flag, value, step, phase: tl.constexpr, missing, ctl, alarm, peers, 
         elif ended >= 0:
             report(ctl, alarm, PEER_ENDED, ended, step)
         else:
-            report(ctl, alarm, 1 + phase, first, step)
+            report(ctl, alarm, TIMEOUT_DISPATCH + phase, first, step)
         spoil(ctl, step, phase)
     if say and not SENDING:
         say_waiting(nobody, peers, -1, L, RANK, W)
