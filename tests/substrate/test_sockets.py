@@ -42,6 +42,23 @@ def test_every_two_ranks_are_connected(meshes: list[Mesh]) -> None:
                 assert other.peers[one.rank].recv(1) == bytes([one.rank])
 
 
+def test_peers_are_in_rank_order_whoever_connected_first(meshes: list[Mesh]) -> None:
+    addresses, tokens = [mesh.address for mesh in meshes], [mesh.token for mesh in meshes]
+    early = [mesh for mesh in meshes if mesh.rank != 1]
+    come = threading.Event()
+
+    def connect_late() -> None:
+        assert come.wait(HANG_S)
+        meshes[1].connect(addresses, tokens, HANG_S)
+
+    def connect_early(mesh: Mesh) -> None:
+        mesh._look = come.set  # rank 0 looks around only once rank 2 has been taken
+        mesh.connect(addresses, tokens, HANG_S)
+
+    at_once(connect_late, *(lambda mesh=mesh: connect_early(mesh) for mesh in early))
+    assert list(meshes[0].peers) == [1, 2]
+
+
 def test_no_file_is_made(meshes: list[Mesh]) -> None:
     for mesh in meshes:
         assert not os.path.exists(mesh.address)

@@ -91,6 +91,7 @@ class Mesh:
                 continue
             self.peers[peer] = link
         self._listener.close()
+        self.peers = dict(sorted(self.peers.items()))  # whoever came first: errors name the lowest rank
 
     def exchange_fds(self, fd: int, timeout_s: float) -> list[int]:
         """Give every peer this rank's descriptor and take theirs. Returns one per rank, for the caller to close."""
