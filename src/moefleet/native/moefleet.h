@@ -31,6 +31,7 @@ typedef struct {
     int64_t layout, block; /* rows of one block of the received memory */
     int64_t home_rows;     /* C, rows of a segment's combined memory */
     int64_t ids[SETS], weights[SETS], offsets[SETS], scales[SETS], tokens[SETS], combined[SETS]; /* in a segment */
+    int64_t bound[SETS];               /* the same: rows that are bound for each expert, and tokens for each rank */
     int64_t made[SETS], landing[SETS]; /* where rows are placed: in a segment; made in EXPERT_MAJOR only */
     Sent sent[SETS];       /* EXPERT_MAJOR, where rows are placed */
     int64_t pushed[SETS];  /* whether this rank placed its rows in the last step of a set */
@@ -58,6 +59,8 @@ typedef struct {
     float *weights;     /* the same, 0 where an id is -1 */
     int64_t *shown;     /* [W] or [1]: places of each block that hold routing */
     int64_t total;      /* rows that arrived */
+    int64_t topk, entered; /* K, and whether the entries below are there */
+    int64_t *brought;   /* [W] tokens of each source */
     int64_t *placed;    /* [W] whether a source placed its rows here itself */
     int64_t *bounds;    /* [W+1] where each source's rows begin among them */
     int32_t *token;     /* [W*M] the row's token at its source */
@@ -112,6 +115,15 @@ static inline void servers(const Fleet *fleet, const int32_t *ids, int64_t topk,
     }
 }
 
+/* How many rows of `source`, which brought `most` tokens, are bound for an expert, or, past all experts, a rank: within
+   bounds, whatever it says. */
+static inline int64_t bound_for(const Fleet *fleet, int64_t source, int64_t set, int64_t whom, int64_t most)
+{
+    const volatile int32_t *bound = (const volatile int32_t *)(const void *)(segment(fleet, source) + fleet->bound[set]);
+    int64_t said = bound[whom];
+    return said < 0 ? 0 : said < most ? said : most;
+}
+
 /* Each rank in bits, lowest first. */
 #define FOR_EACH_RANK(rank, bits, world)                                                                               \
     for (int64_t word_ = 0; word_ < ((world) + 63) / 64; word_++)                                                      \
@@ -134,8 +146,7 @@ void moefleet_push(Fleet *fleet, int64_t set, const int64_t *before, const uint8
 int64_t moefleet_arrive(const Fleet *fleet, Inbox *inbox, int64_t set, const int64_t *tokens, const int64_t *placed,
                         int64_t topk);
 void moefleet_gather(Fleet *fleet, const Inbox *inbox, int64_t set);
-int64_t moefleet_give(const Fleet *fleet, const Inbox *inbox, int64_t set, int64_t type, const char *rows,
-                      int64_t pitch);
+int64_t moefleet_give(const Fleet *fleet, Inbox *inbox, int64_t set, int64_t type, const char *rows, int64_t pitch);
 int64_t moefleet_sum(Fleet *fleet, int64_t set, int64_t type, const int32_t *ids, int64_t count, int64_t topk,
                      const uint8_t *present, const int64_t *placed, char *to);
 

@@ -6,35 +6,18 @@
 #include <string.h>
 
 /* How many rows the ranks before this one bring to each rank (FLAT) or expert (EXPERT_MAJOR): there ours begin. */
-static void count_before(const Fleet *fleet, int64_t set, const int64_t *tokens, int64_t topk)
+static void count_before(const Fleet *fleet, int64_t set, const int64_t *tokens)
 {
-    int64_t *next = fleet->next, *stamp = fleet->stamp, serial = 0;
-    uint64_t bits[MAX_RANKS / 64];
-    memset(next, 0, (size_t)(fleet->layout == EXPERT_MAJOR ? fleet->experts : fleet->world) * 8);
-    memset(stamp, 0, (size_t)fleet->experts * 8);
+    int64_t first = fleet->layout == FLAT ? fleet->experts : 0;
+    int64_t whom = fleet->layout == EXPERT_MAJOR ? fleet->experts : fleet->world, *next = fleet->next;
+    memset(next, 0, (size_t)whom * 8);
     if (fleet->layout == RANK_MAJOR)
         return;
     for (int64_t source = 0; source < fleet->rank; source++) {
-        const int32_t *ids = (const int32_t *)(const void *)(segment(fleet, source) + fleet->ids[set]);
-        int64_t count = tokens[source] < fleet->most ? tokens[source] : fleet->most;
-        for (int64_t t = 0; t < count; t++, ids += topk) {
-            serial++;
-            if (fleet->layout == FLAT) {
-                servers(fleet, ids, topk, bits);
-                FOR_EACH_RANK (rank, bits, fleet->world)
-                    next[rank]++;
-                continue;
-            }
-            for (int64_t k = 0; k < topk; k++) {
-                uint32_t id = (uint32_t)((const volatile int32_t *)ids)[k]; /* once: it may change */
-                if (id < (uint64_t)fleet->experts && stamp[id] != serial) {
-                    stamp[id] = serial;
-                    next[id]++;
-                }
-            }
-        }
+        int64_t most = tokens[source] < fleet->most ? tokens[source] : fleet->most;
+        for (int64_t i = 0; most > 0 && i < whom; i++)
+            next[i] += bound_for(fleet, source, set, first + i, most);
     }
-    memset(stamp, 0, (size_t)fleet->experts * 8);
 }
 
 /* Note each expert of a token once, with the sum of its weights, in the order of ranks and there of experts, and where
@@ -85,7 +68,8 @@ void moefleet_push(Fleet *fleet, int64_t set, const int64_t *before, const uint8
     const Sent *sent = &fleet->sent[set];
     int64_t bytes = fleet->row_bytes, entries = 0;
     uint64_t bits[MAX_RANKS / 64];
-    count_before(fleet, set, before, topk);
+    count_before(fleet, set, before);
+    memset(fleet->stamp, 0, (size_t)fleet->experts * 8);
     int64_t copies = fleet->layout == EXPERT_MAJOR || topk < fleet->world ? topk : fleet->world;
     int stream = streams(fleet, count * copies * bytes, segment(fleet, 0) + fleet->landing[set]);
     stream_fence(stream);

@@ -27,6 +27,27 @@ int64_t moefleet_read(const void *ids, int64_t wide, const float *weights, int64
     return 1;
 }
 
+/* Tell how many tokens of this rank go to each rank, and in EXPERT_MAJOR how many rows to each expert. */
+static void tell_bound(const Fleet *fleet, int64_t set, int64_t count, const int32_t *ids, int64_t topk)
+{
+    int32_t *bound = (int32_t *)(void *)(segment(fleet, fleet->rank) + fleet->bound[set]);
+    int64_t *stamp = fleet->stamp;
+    uint64_t bits[MAX_RANKS / 64];
+    memset(bound, 0, (size_t)(fleet->experts + fleet->world) * 4);
+    memset(stamp, 0, (size_t)fleet->experts * 8);
+    for (int64_t t = 0; t < count; t++, ids += topk) {
+        servers(fleet, ids, topk, bits);
+        for (int64_t rank = 0; rank < fleet->world; rank++) /* all of them: no branch to mispredict */
+            bound[fleet->experts + rank] += bits[rank >> 6] >> (rank & 63) & 1;
+        for (int64_t k = 0; k < topk && fleet->layout == EXPERT_MAJOR; k++) {
+            if (looked_up(fleet->owner, ids[k], fleet->experts) < 0 || stamp[ids[k]] == t + 1)
+                continue;
+            stamp[ids[k]] = t + 1;
+            bound[ids[k]]++;
+        }
+    }
+}
+
 /* Put this rank's tokens, scales and routing where all can read them. Tokens may be missing: then they are placed. */
 void moefleet_store(Fleet *fleet, int64_t set, int64_t count, const char *tokens, int64_t pitch, const char *scales,
                     int64_t scale_pitch, const int32_t *ids, const float *weights, int64_t topk)
@@ -55,6 +76,8 @@ void moefleet_store(Fleet *fleet, int64_t set, int64_t count, const char *tokens
     }
     for (int64_t slot = slots; slot < fleet->used[set]; slot++)
         their_ids[slot] = -1;
+    if (fleet->landing[set] && fleet->layout != RANK_MAJOR)
+        tell_bound(fleet, set, count, ids, topk);
     fleet->used[set] = slots;
     stream_fence(stream);
 }
@@ -120,15 +143,10 @@ static void hide(Inbox *inbox, int64_t topk, int64_t block, int64_t first, int64
     inbox->shown[block] = count;
 }
 
-/* Find the rows that are for this rank, and all about them but the rows themselves.
-
-   tokens: [W] tokens of each rank, 0 for who is absent; placed: [W] whether it brings its rows itself. Returns how many
-   rows arrive; in FLAT that may be more than there is room for, and then no more is shown than fits. */
-int64_t moefleet_arrive(const Fleet *fleet, Inbox *inbox, int64_t set, const int64_t *tokens, const int64_t *placed,
-                        int64_t topk)
+/* Find the rows that are for this rank in the routing of all, and all about them but the rows themselves. */
+static int64_t take(const Fleet *fleet, Inbox *inbox, int64_t set)
 {
-    int64_t taken = 0, entries = 0;
-    memcpy(inbox->placed, placed, (size_t)fleet->world * 8);
+    int64_t taken = 0, entries = 0, topk = inbox->topk;
     int expert_major = fleet->layout == EXPERT_MAJOR;
     memset(inbox->expert_rows, 0, (size_t)fleet->locals * 8);
     if (expert_major)
@@ -137,9 +155,9 @@ int64_t moefleet_arrive(const Fleet *fleet, Inbox *inbox, int64_t set, const int
         const char *theirs = segment(fleet, source);
         const int32_t *ids = (const int32_t *)(const void *)(theirs + fleet->ids[set]);
         const float *weights = (const float *)(const void *)(theirs + fleet->weights[set]);
-        int64_t count = tokens[source] < fleet->most ? tokens[source] : fleet->most, first = taken;
+        int64_t first = taken;
         inbox->bounds[source] = first;
-        for (int64_t t = 0; t < count; t++, ids += topk, weights += topk) {
+        for (int64_t t = 0; t < inbox->brought[source]; t++, ids += topk, weights += topk) {
             if (!look_up(fleet, ids, topk, inbox->local))
                 continue;
             inbox->token[taken] = (int32_t)t;
@@ -166,7 +184,47 @@ int64_t moefleet_arrive(const Fleet *fleet, Inbox *inbox, int64_t set, const int
         inbox->counts[0] = (int32_t)fits;
         hide(inbox, topk, 0, 0, fits);
     }
+    inbox->entered = 1;
     return taken;
+}
+
+/* The same of rows in EXPERT_MAJOR that were all placed by who brings them: how many there are is all that it takes. */
+static int64_t count(const Fleet *fleet, Inbox *inbox, int64_t set)
+{
+    int64_t taken = 0;
+    memset(inbox->expert_rows, 0, (size_t)fleet->locals * 8);
+    for (int64_t source = 0; source < fleet->world; source++) {
+        int64_t most = inbox->brought[source];
+        inbox->bounds[source] = taken;
+        if (!most)
+            continue;
+        for (int64_t expert = 0; expert < fleet->experts; expert++)
+            if (fleet->local[expert] >= 0)
+                inbox->expert_rows[fleet->local[expert]] += bound_for(fleet, source, set, expert, most);
+        taken += bound_for(fleet, source, set, fleet->experts + fleet->rank, most);
+    }
+    for (int64_t local = 0; local < fleet->locals; local++)
+        inbox->counts[local] = (int32_t)inbox->expert_rows[local];
+    inbox->bounds[fleet->world] = inbox->total = taken;
+    inbox->entered = 0;
+    return taken;
+}
+
+/* Find the rows that are for this rank.
+
+   tokens: [W] tokens of each rank, 0 for who is absent; placed: [W] whether it brings its rows itself. Returns how many
+   rows arrive; in FLAT that may be more than there is room for, and then no more is shown than fits. */
+int64_t moefleet_arrive(const Fleet *fleet, Inbox *inbox, int64_t set, const int64_t *tokens, const int64_t *placed,
+                        int64_t topk)
+{
+    int counted = fleet->layout == EXPERT_MAJOR && !fleet->scale_bytes; /* scales are fetched, row by row */
+    memcpy(inbox->placed, placed, (size_t)fleet->world * 8);
+    for (int64_t source = 0; source < fleet->world; source++) {
+        inbox->brought[source] = tokens[source] < 0 ? 0 : tokens[source] < fleet->most ? tokens[source] : fleet->most;
+        counted &= !inbox->brought[source] || placed[source];
+    }
+    inbox->topk = topk;
+    return counted ? count(fleet, inbox, set) : take(fleet, inbox, set);
 }
 
 /* Copy rows (or scales) of all sources to their places: each is read once. Those that are placed are there already. */
@@ -216,8 +274,7 @@ void moefleet_gather(Fleet *fleet, const Inbox *inbox, int64_t set)
 
    There, rows that were written to where all can read them stay, for those ranks that know which are theirs. Returns
    whether they did. */
-int64_t moefleet_give(const Fleet *fleet, const Inbox *inbox, int64_t set, int64_t type, const char *rows,
-                      int64_t pitch)
+int64_t moefleet_give(const Fleet *fleet, Inbox *inbox, int64_t set, int64_t type, const char *rows, int64_t pitch)
 {
     char *mine = segment(fleet, fleet->rank), *to = mine + fleet->combined[set];
     int64_t *starts = (int64_t *)(void *)(mine + fleet->offsets[set]), *counts = starts + fleet->world;
@@ -232,6 +289,8 @@ int64_t moefleet_give(const Fleet *fleet, const Inbox *inbox, int64_t set, int64
     }
     if (fleet->layout == EXPERT_MAJOR) {
         const char *terms[fleet->topk];
+        if (!stay && !inbox->entered)
+            take(fleet, inbox, set);
         for (int64_t source = 0; source < fleet->world; source++) {
             if (stay && inbox->placed[source])
                 continue;

@@ -29,6 +29,7 @@ class FleetStruct(ctypes.Structure):
         ("home_rows", c_int64),
         ("ids", _Each), ("weights", _Each), ("offsets", _Each), ("scales", _Each), ("tokens", _Each),
         ("combined", _Each),
+        ("bound", _Each),
         ("made", _Each), ("landing", _Each), ("sent", SentStruct * SETS), ("pushed", _Each),
         ("used", _Each),
         ("local", c_void_p),
@@ -49,9 +50,12 @@ class InboxStruct(ctypes.Structure):
     _fields_ = tuple(
         (name, c_void_p)
         for name in ("rows", "scales", "counts", "ids", "weights", "shown")
-    ) + (("total", c_int64),) + tuple(
+    ) + (("total", c_int64), ("topk", c_int64), ("entered", c_int64)) + tuple(
         (name, c_void_p)
-        for name in ("placed", "bounds", "token", "bag", "position", "weight", "expert_rows", "local", "expert", "sum")
+        for name in (
+            "brought", "placed", "bounds", "token", "bag", "position", "weight", "expert_rows", "local", "expert",
+            "sum",
+        )
     )  # fmt: skip
 
 

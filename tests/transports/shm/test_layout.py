@@ -28,6 +28,7 @@ def pieces(layout: SegmentLayout, params: FleetParams, world: int) -> list[tuple
             (layout.ids[step], slots),
             (layout.weights[step], slots),
             (layout.offsets[step], 16 * world),
+            (layout.bound[step], 4 * (params.num_experts + world) if layout.landing else 0),
             (layout.scales[step], most * params.scale_bytes_per_token),
             (layout.tokens[step], most * row),
             (layout.combined[step], params.recv_capacity(world) * row),

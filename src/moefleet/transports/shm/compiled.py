@@ -35,6 +35,7 @@ class NativeInbox(Inbox):
         entries = most * min(params.max_topk, num_local) if self._layout is EpLayout.EXPERT_MAJOR else 0
         self._arrays: dict[str, npt.NDArray[Any]] = {  # pages are touched only where rows arrive
             "shown": np.zeros(world_size, np.int64),
+            "brought": np.zeros(world_size, np.int64),
             "placed": np.zeros(world_size, np.int64),
             "bounds": np.zeros(world_size + 1, np.int64),
             "token": np.empty(most, np.int32),
@@ -51,6 +52,8 @@ class NativeInbox(Inbox):
             scales=self._scales.data_ptr(),
             counts=self._counts.data_ptr(),
             total=0,
+            topk=0,
+            entered=0,
             **{name: array.ctypes.data for name, array in self._arrays.items()},
         )
         self.address = ctypes.addressof(self.struct)
@@ -116,6 +119,7 @@ class NativeMoves(Moves[NativeInbox]):
             scales=layout.scales,
             tokens=layout.tokens,
             combined=layout.combined,
+            bound=layout.bound,
             made=layout.made or (0, 0),
             landing=layout.landing or (0, 0),
             sent=tuple(self._notes(params) for _ in layout.made),

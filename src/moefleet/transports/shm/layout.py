@@ -21,7 +21,8 @@ class SegmentLayout:
     among the combined ones, and how many), scales ``[M, S]`` bytes, token rows ``[M, H]``, combined rows ``[C, H]``.
     ``C`` is ``M*W``, or max_recv_tokens_per_rank.
 
-    Where rows are placed, two areas in the shape of received rows follow for each set, on pages of their own: experts'
+    Where rows are placed, int32 ``[E + W]`` says how many rows are bound for each expert, and how many tokens for each
+    rank, and two areas in the shape of received rows follow for each set, on pages of their own: experts'
     rows (EXPERT_MAJOR only; elsewhere the combined rows serve) and received rows. The latter alone are written by
     peers. In EXPERT_MAJOR these are large and mostly empty, and their pages are taken as rows come.
 
@@ -30,7 +31,7 @@ class SegmentLayout:
         allocated: bytes from the front that are taken at construction.
         open_from: where what peers write begins.
         row_bytes, scale_bytes: of one token.
-        ids, weights, offsets, scales, tokens, combined: offset for each set.
+        ids, weights, offsets, bound, scales, tokens, combined: offset for each set.
         made, landing: of experts' and of received rows; empty where rows are not placed.
     """
 
@@ -42,6 +43,7 @@ class SegmentLayout:
     ids: tuple[int, ...]
     weights: tuple[int, ...]
     offsets: tuple[int, ...]
+    bound: tuple[int, ...]
     scales: tuple[int, ...]
     tokens: tuple[int, ...]
     combined: tuple[int, ...]
@@ -55,12 +57,15 @@ class SegmentLayout:
         slots = most * params.max_topk * 4
         combined = params.recv_capacity(world_size)
         at = BLOCK_BYTES + (len(_PHASES) + 1) * SETS * HEADER_BYTES
-        places: dict[str, list[int]] = {n: [] for n in ("ids", "weights", "offsets", "scales", "tokens", "combined")}
+        bound = 0 if most_local is None else 4 * (params.num_experts + world_size)
+        names = ("ids", "weights", "offsets", "bound", "scales", "tokens", "combined")
+        places: dict[str, list[int]] = {name: [] for name in names}
         for _ in range(SETS):
             for name, size, unit in (
                 ("ids", slots, 64),
                 ("weights", slots, 64),
                 ("offsets", 16 * world_size, 64),
+                ("bound", bound, 64),
                 ("scales", most * params.scale_bytes_per_token, max(1, params.scale_bytes_per_token)),
                 ("tokens", most * row, row),
                 ("combined", combined * row, row),
