@@ -154,6 +154,8 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             and ids.shape[0] <= limits.max_tokens_per_rank
             and 1 <= ids.shape[1] <= limits.max_topk
         )
+        if fits and self._routing is None:
+            self._inherit(ids.shape)
         if not fits or not self._read_plain(ids, knobs, ids.shape):
             before = self._split, self._expected_rows
             super()._read(params, knobs)
@@ -176,6 +178,20 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             return False
         self._given_weights, self._shape = weights, shape
         return True
+
+    def _inherit(self, shape: torch.Size) -> None:
+        """Take what an earlier handle of this shape has left."""
+        if (whole := self._fleet.whole) is not None:
+            self._again = shape in whole.left
+            if (known := whole.inherit(self, shape)) is not None:
+                self._known, self._routing = ref(known), known.routing
+
+    def destroy(self) -> None:
+        whole = self._fleet.whole
+        if whole is not None and self._phase is _IDLE and not self._split and self._expected_rows is None:
+            whole.leave(self, self._shape)
+            self._known, self._routing = _nothing, None
+        super().destroy()
 
     def combine_buffer(self) -> torch.Tensor | None:
         if self._phase is not _RECEIVED or not self._fleet.calm():
@@ -221,7 +237,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         if self._again and reached >= Reached.DONE and self._fleet.calm() and part.keep_sent(tokens):
             known = self._known()
             if known is None:
-                known = whole.known[self] = Known([None] * SETS)
+                known = whole.known[self] = Known(self._routed())
                 self._known = ref(known)
             known[open_.step % SETS] = open_
 

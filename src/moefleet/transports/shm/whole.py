@@ -16,13 +16,16 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...native import PartStruct
-from ...substrate.control import as_bits
+from ...substrate.control import SETS, as_bits
 from ...substrate.faults import FaultState
 from ...substrate.native_gather import TYPE_CODES
 from ...substrate.rowtypes import row_code
 from ...tensors import is_plain
 from .compiled import NativeInbox, NativeMoves
 from .moves import Routing
+
+MOST_SHAPES = 64
+"""Of handles that have left something: prompts have any number of tokens."""
 
 
 class Reached(enum.IntEnum):
@@ -73,7 +76,15 @@ class Part:
 
 
 class Known(list[Any]):
-    """The steps of a handle, one of each parity, that later ones with tensors of the same kind can be like."""
+    """Steps of a handle, one of each parity, that later ones with tensors of the same kind can be like.
+
+    Attributes:
+        routing: the memory that they read routing from.
+    """
+
+    def __init__(self, routing: Routing) -> None:
+        super().__init__([None] * SETS)
+        self.routing = routing
 
 
 class WholePhases:
@@ -89,13 +100,32 @@ class WholePhases:
         fleet: its first argument.
         everybody: all ranks, as it takes them.
         known: of each handle that is used again and again. It ends with this topology, whose memory it needs.
+        left: by shapes ``[T, K]`` of handles that are gone what they knew, for later ones of their shape: a layer makes
+            a handle for each forward.
     """
 
     def __init__(self, library: ctypes.CDLL, moves: NativeMoves, faults: FaultState) -> None:
         self.dispatch_call, self.combine_call = library.moefleet_dispatch, library.moefleet_combine
         self.fleet, self.everybody = moves.address, as_bits(faults.everybody)
         self.known: WeakKeyDictionary[object, Known] = WeakKeyDictionary()
+        self.left: dict[torch.Size, list[Known]] = {}
         self._moves, self._faults = moves, faults
+
+    def inherit(self, handle: object, shape: torch.Size) -> Known | None:
+        """What a handle that is gone has left for ``handle``."""
+        if not (left := self.left.get(shape)):
+            return None
+        known = self.known[handle] = left.pop()
+        return known
+
+    def leave(self, handle: object, shape: torch.Size) -> None:
+        """Keep what ``handle`` knew, which goes. Of a shape that had none before only the shape is noted."""
+        known = self.known.pop(handle, None)
+        if shape not in self.left and len(self.left) == MOST_SHAPES:
+            self.left.clear()
+        left = self.left.setdefault(shape, [])
+        if known is not None and len(left) < SETS:
+            left.append(known)
 
     def dispatch(
         self,
