@@ -38,7 +38,7 @@ static void tell_bound(const Fleet *fleet, int64_t set, int64_t count, const int
     for (int64_t t = 0; t < count; t++, ids += topk) {
         servers(fleet, ids, topk, bits);
         for (int64_t rank = 0; rank < fleet->world; rank++) /* all of them: no branch to mispredict */
-            bound[fleet->experts + rank] += bits[rank >> 6] >> (rank & 63) & 1;
+            bound[fleet->experts + rank] += (int32_t)(bits[rank >> 6] >> (rank & 63) & 1);
         for (int64_t k = 0; k < topk && fleet->layout == EXPERT_MAJOR; k++) {
             if (looked_up(fleet->owner, ids[k], fleet->experts) < 0 || stamp[ids[k]] == t + 1)
                 continue;
