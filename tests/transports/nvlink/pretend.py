@@ -25,7 +25,7 @@ from moefleet.fleet import streams, tolerance
 from moefleet.substrate.symmetric import SymmetricMemory
 from moefleet.transports.nvlink import counts, engine, fleet, handle, launch, notes, outputs, topology
 from moefleet.transports.nvlink.kernels import judging, signals, waiting
-from tests.transports.nvlink import simulate  # noqa: F401 - the interpreter's scalars as indices
+from tests.transports.nvlink import interpreter  # noqa: F401 - the kernels run under it
 
 CONFIG = NVLinkConfig(programs=1)
 SLICE_NS = 20_000_000

@@ -6,11 +6,8 @@ Programs run one after the other there, so all ranks send before any receives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
 from moefleet.config import EpLayout, FleetParams
 from moefleet.knobs import FleetAlgoKnob
@@ -20,28 +17,7 @@ from moefleet.transports.nvlink.engine import Engine, Grids
 from moefleet.transports.nvlink.geometry import Geometry
 from moefleet.transports.nvlink.outputs import OutputViews
 from tests.strategies import Problem
-
-_patch_tensor = interpreter._patch_lang_tensor
-
-
-def _patch_tensor_for_numpy(tensor: Any, scope: Any) -> None:
-    """The interpreter's scalars are arrays of one element, which NumPy from 2.4 on does not take as an index."""
-    _patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A kernel calls a function, under the patches of its launch: looking for more takes half of all time."""
-    if tl.core.is_builtin(tl.load) or tl.core.is_builtin(tl.core.load):
-        interpreter._patch_lang(self.fn)
-    try:
-        return self.rewrite()(*args, **kwargs)
-    except Exception as error:
-        raise interpreter.InterpreterError(repr(error)) from error
-
-
-interpreter._patch_lang_tensor = _patch_tensor_for_numpy
-interpreter.InterpretedFunction.__call__ = _call
+from tests.transports.nvlink import interpreter  # noqa: F401 - the kernels run under it
 
 GRIDS = (Grids(2, 2, 1), Grids(2, 2, 1))
 SPLIT_GRIDS = (Grids(4, 1, 1), Grids(3, 2, 1))
