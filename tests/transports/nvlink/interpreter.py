@@ -38,7 +38,14 @@ _numpy_type = interpreter._get_np_dtype
 _init_block = core.block_type.__init__
 _numpy_types: dict[Any, Any] = {}
 _blocks: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+
+def _description(shape: Any) -> tuple[Any, Any]:
+    """What a value of this shape says of itself: how many elements, and the shape."""
+    return tl.constexpr(math.prod(shape)), core.tuple([tl.constexpr(size) for size in shape])
+
+
+_of_scalars = _description(())
 
 
 def _numpy_type_once(kind: Any) -> Any:
@@ -56,18 +63,15 @@ def _init_block_once(self: Any, element_ty: Any, shape: Any) -> None:
     key = (str(element_ty), *(size.value if isinstance(size, tl.constexpr) else size for size in shape))
     if key not in _blocks:
         _init_block(self, element_ty, shape)
-        _blocks[key] = self.shape, self.numel, self.name
+        _blocks[key] = self.shape, self.numel, self.name, _description(self.shape)
     self.element_ty = element_ty
-    self.shape, self.numel, self.name = _blocks[key]
+    self.shape, self.numel, self.name, self.of_values = _blocks[key]
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
     """A value; those of one shape share what describes it."""
-    shape = type.shape if type.is_block() else ()
-    if shape not in _shapes:
-        _shapes[shape] = tl.constexpr(math.prod(shape)), core.tuple([tl.constexpr(size) for size in shape])
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.numel, self.shape = _shapes[shape]
+    self.numel, self.shape = type.of_values if type.is_block() else _of_scalars
 
 
 interpreter._get_np_dtype = _numpy_type_once
