@@ -30,6 +30,7 @@ from moefleet.cli import app
 from moefleet.config import EpLayout
 from moefleet.errors import MoEEpConfigError, MoEEpNotBuiltError
 from moefleet.fleet import Capability
+from tests.bench.pooled import pooled_ranks
 
 CASE = LayerCase(world=2, tokens=3, hidden=16, experts=5, topk=2, intermediate=8)
 RUN = ("--experts", "6", "--hidden", "32", "--intermediate", "16", "--tokens", "0,4", "--steps", "2", "--rounds", "2")
@@ -39,8 +40,9 @@ def bench_layer(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["bench", "layer", *arguments], env={"COLUMNS": "80"})
 
 
-def test_every_phase_of_every_layout_is_timed_and_right(tmp_path: Path) -> None:
+def test_every_phase_of_every_layout_is_timed_and_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(comm, "ranks", pooled_ranks)
     files = ("--json", str(tmp_path / "layer.json"), "--plot", str(tmp_path / "layer.svg"))
     result = bench_layer(*RUN, "--topk", "2", "--transport", "shm", "--validate", *files)
     assert result.exit_code == 0, result.output

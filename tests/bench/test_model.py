@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +13,41 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from moefleet.bench import model
 from moefleet.bench.generation import ALONE, ModelCase
 from moefleet.bench.model import ModelPlan, ModelResult, records
 from moefleet.bench.records import ModelRecord
 from moefleet.cli import app
+from moefleet.config import BootstrapConfig
 from moefleet.demo.job import MODEL
 from moefleet.errors import MoEEpConfigError, MoEEpNotBuiltError, MoEEpUnknownBackendError
+from moefleet.launch import RankResult
+from tests.bench.pooled import Pooled
 
 CASE = ModelCase(MODEL, world=2, batch=3, prompt_tokens=4, new_tokens=5)
 RANKS_ONLY = ("route", "dispatch", "compute", "combine", "rest")
 
 
-def test_ranks_write_what_one_process_does_and_both_are_timed(tmp_path: Path) -> None:
+class Here:
+    """This process, in place of the one that has the unmodified model."""
+
+    def run(self, fn: Any, *args: Any, timeout_s: float) -> list[RankResult]:
+        return [RankResult(0, fn(BootstrapConfig(1, 0), *args), None, 0)]
+
+
+@contextmanager
+def ranks_at_hand(world_size: int, *, threads_per_rank: int) -> Iterator[Any]:
+    """The unmodified model runs here, and ranks are the shared ones; they have transformers."""
+    assert threads_per_rank == (2 if world_size == 1 else 1), "as many threads as all ranks have, and one each"
+    yield Here() if world_size == 1 else Pooled(world_size)
+
+
+def test_ranks_write_what_one_process_does_and_both_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Batch 1 leaves a rank without prompts, batch 3 divides them unevenly."""
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(model, "ranks", ranks_at_hand)
     files = ("--json", str(tmp_path / "model.json"), "--plot", str(tmp_path / "model.svg"))
     small = ("--batch", "1,3", "--prompt-tokens", "4", "--new-tokens", "3", "--rounds", "2", "--threads", "1")
     result = CliRunner().invoke(app, ["bench", "model", *small, "--validate", *files], env={"COLUMNS": "120"})

@@ -16,10 +16,13 @@ from typer.testing import CliRunner
 from moefleet.cli import app
 from moefleet.cli.generate import InOrder
 from moefleet.demo.job import MODEL
+from moefleet.generate import run
 from moefleet.generate.job import Job, Sampling
 from moefleet.generate.prompts import Growing, Texts
 from moefleet.generate.ranks import written
 from moefleet.generate.stream import Receiver, Sender
+from moefleet.launch import RankResult
+from tests.conformance.pool import shared_pool
 
 PROMPTS = ("And the priest shall", "And Pharaoh rose up in the night,", "In")
 NEW = 12
@@ -29,7 +32,13 @@ def generate(*options: str) -> Any:
     return CliRunner().invoke(app, ["generate", "--model", str(MODEL), *options])
 
 
-def test_ranks_write_what_one_process_samples(tmp_path: Path) -> None:
+def on_shared_ranks(fn: Any, world_size: int, *, args: tuple[Any, ...], timeout_s: float) -> list[RankResult]:
+    """As ``launch``, on ranks that have transformers."""
+    return shared_pool().run(fn, *args, timeout_s=timeout_s, world_size=world_size)
+
+
+def test_ranks_write_what_one_process_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "launch", on_shared_ranks)
     (tmp_path / "third.txt").write_text(PROMPTS[2])
     sampled = ("--temperature", "0.8", "--top-p", "0.9", "--seed", "3")
     prompts = ("--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "--file", str(tmp_path / "third.txt"))
@@ -51,6 +60,7 @@ def test_ranks_write_what_one_process_samples(tmp_path: Path) -> None:
 
 
 def test_a_chat_model_reads_prompts_in_its_template(tmp_path: Path) -> None:
+    """On a rank that the command starts."""
     shutil.copytree(MODEL, tmp_path, dirs_exist_ok=True)
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}[assistant] {% endif %}"
