@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -13,9 +14,17 @@ from tests.strategies import Problem
 
 def dispatched(problem: Problem, params: FleetParams, scales: Sequence[torch.Tensor] | None = None):
     """What each rank receives."""
+    if scales is None:
+        return dispatched_alone(problem, params)
     return reference.dispatch(problem.xs, *problem.routing, params, scales=scales)
 
 
+@lru_cache(maxsize=16)  # many tests repeat a step
+def dispatched_alone(problem: Problem, params: FleetParams) -> list[DispatchOutput]:
+    return reference.dispatch(problem.xs, *problem.routing, params)
+
+
+@lru_cache(maxsize=16)
 def answers(problem: Problem, num_experts: int) -> list[torch.Tensor]:
     """What comes home from this suite's experts, in float64: gains are exact, so they may go into the weights."""
     gained = [
@@ -93,6 +102,7 @@ def in_some_order(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     return [part[order] for part in parts]
 
 
+@lru_cache(maxsize=16)
 def largest(problem: Problem) -> float:
     """Largest magnitude among the values that a step of this suite rounds."""
     most = 0.0

@@ -53,13 +53,15 @@ def loop(ctx: RankContext, params: FleetParams, problems: list[Problem]) -> list
     return ys
 
 
-def test_idle_ranks_at_random_for_hundreds_of_steps(ranks: Ranks, layout: EpLayout) -> None:
+def test_idle_ranks_at_random_for_a_hundred_steps(ranks: Ranks, layout: EpLayout) -> None:
     """A rank without tokens skipped its launch, and the others spun for ever (case 6)."""
-    dice = random.Random(0)
+    dice = random.Random(1)
     problems = []
-    for seed in range(200):
+    for seed in range(100):
         tokens = [dice.choice([0, 0, dice.randint(0, 6)]) for _ in range(4)]
         problems.append(ranks.problem(tokens, seed=seed, experts=6, topk=2))
+    idle = {tuple(count == 0 for count in problem.tokens) for problem in problems}
+    assert len(idle) == 2 ** problems[0].world_size, "every set of ranks is idle at some time"
     params = ranks.params(problems[0], layout, max_tokens_per_rank=6)
     by_rank = ranks(loop, params, problems, world=problems[0].world_size)
     for index, problem in enumerate(problems):

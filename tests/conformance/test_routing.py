@@ -53,7 +53,7 @@ def any_problem(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @settings(
-    max_examples=8 if torch.cuda.is_available() else 40,  # where each size has its kernels, which are compiled
+    max_examples=8 if torch.cuda.is_available() else 24,  # where each size has its kernels, which are compiled
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
