@@ -32,6 +32,11 @@ from moefleet.launch.pool import host_store
 for name in BUILT_IN:  # likewise
     with suppress(MoEEpNotBuiltError):
         fleet_class(name)
+if os.environ.get("TRITON_INTERPRET") == "1":  # likewise
+    with suppress(ImportError):
+        from tests.transports.nvlink import interpreter
+
+        interpreter.prepare()
 
 LENGTH = struct.Struct("!Q")
 KILLED = object()

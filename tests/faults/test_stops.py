@@ -182,7 +182,7 @@ def test_a_late_rank_is_evicted_and_readmitted() -> None:
 
 def stopped_while_it_waits(bootstrap: BootstrapConfig) -> tuple[list[Record], int]:
     """Rank 1 waits for rank 0, is stopped for many times its own time-out, and goes on."""
-    engine = Engine(bootstrap, timeout_ms=200)
+    engine = Engine(bootstrap, timeout_ms=400)
     fleet = engine.fleet
     engine.serve(AT - 1)
     if engine.rank == 1:
@@ -192,7 +192,7 @@ def stopped_while_it_waits(bootstrap: BootstrapConfig) -> tuple[list[Record], in
         while not fleet.group.waiter.said(1, Word.WAITING_ON):
             time.sleep(0.0005)
         os.kill(other, signal.SIGSTOP)
-        time.sleep(1.5)
+        time.sleep(2.0)
         os.kill(other, signal.SIGCONT)
     engine.serve(LAST)
     engine.meet("end")

@@ -6,6 +6,7 @@ Nothing is left out that it checks. Importing this changes Triton for the whole 
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import triton.language as tl
@@ -77,3 +78,14 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
 interpreter._get_np_dtype = _numpy_type_once
 core.block_type.__init__ = _init_block_once
 core.tensor.__init__ = _init_tensor
+
+
+def prepare() -> None:
+    """Load the kernels, and rewrite them as their first launch would: in the process that ranks are forked from."""
+    import moefleet.transports.nvlink.engine  # noqa: F401 - all of them
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("moefleet.transports.nvlink.kernels.", "triton.language.")):
+            for function in list(vars(module).values()):
+                if isinstance(function, interpreter.InterpretedFunction):
+                    function.rewrite()
