@@ -42,9 +42,7 @@ def ranks_at_hand(world_size: int, *, threads_per_rank: int) -> Iterator[Any]:
     yield Here() if world_size == 1 else Pooled(world_size)
 
 
-def test_ranks_write_what_one_process_does_and_both_are_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_write_what_one_process_does_and_both_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batch 1 leaves a rank without prompts, batch 3 divides them unevenly."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(model, "ranks", ranks_at_hand)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,10 @@ SELECTED = pytest.StashKey[int]()
 """How many tests of this suite the run selected."""
 
 
+chosen_here = cache(chosen)
+"""What a run asks for each of its tests."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("conformance")
     group.addoption("--transports", help="transports to test, by name, separated by commas (default: all available)")
@@ -32,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     # These options exist only where the command line named this folder; elsewhere the defaults hold.
     if "transport" in metafunc.fixturenames:
         option = metafunc.config.getoption("--transports", None)
-        found, left_out = chosen(option, metafunc.config.getoption("--device", "cpu"))
+        found, left_out = chosen_here(option, metafunc.config.getoption("--device", "cpu"))
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         nothing = pytest.param(None, id="none", marks=pytest.mark.skip(f"no transport is available here: {reasons}"))
         metafunc.parametrize(
