@@ -126,7 +126,7 @@ def test_random_rounds_go_on_from_their_file(tmp_path: Path, monkeypatch: pytest
     def nothing_to_run(*_: object) -> None:
         raise AssertionError("all rounds are in the file")
 
-    monkeypatch.setattr(rounds_module, "Nursery", nothing_to_run)
+    monkeypatch.setattr(rounds_module, "warm_nursery", nothing_to_run)
     assert chaos(*options, "--rounds", "2").exit_code == 0
     refused = chaos("--random", "6", "--world", "3", "--state", str(state))
     assert refused.exit_code == 2 and "name another file" in " ".join(refused.stderr.split())

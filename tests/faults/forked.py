@@ -15,18 +15,19 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
 
 import pytest  # noqa: F401 - here, so that no rank has to import it
 import torch
 from torch.distributed import TCPStore
 
 import tests.strategies  # noqa: F401 - likewise
-from moefleet.chaos.nursery import Nursery
+from moefleet.chaos.crew import fork_rank, warm_nursery
 from moefleet.config import BootstrapConfig
 from moefleet.errors import MoEEpNotBuiltError
 from moefleet.fleet.registry import BUILT_IN, fleet_class
 from moefleet.kernels import grouped_gemm  # noqa: F401 - likewise
+from moefleet.launch.nursery import Nursery
 from moefleet.launch.pool import host_store
 
 for name in BUILT_IN:  # likewise
@@ -45,7 +46,7 @@ KILLED = object()
 
 @cache
 def nursery() -> Nursery:
-    warm = Nursery("tests.faults.forked")
+    warm = warm_nursery("tests.faults.forked")
     atexit.register(warm.close)
     return warm
 
@@ -53,12 +54,13 @@ def nursery() -> Nursery:
 def run_forked(fn: Callable[..., Any], args: tuple[Any, ...], world: int, timeout_s: float) -> list[Any]:
     """Run ``fn(bootstrap, *args)`` on new ranks. Each one's value, RuntimeError with its traceback, or KILLED."""
     warm, store = nursery(), host_store()
-    payload = pickle.dumps((fn, args))
-    ranks = [warm.fork(rank, {"port": store.port, "world": world}) for rank in range(world)]
+    call = pickle.dumps((fn, args))
+    ranks = [fork_rank(warm) for _ in range(world)]
     replies: dict[int, bytearray] = {rank: bytearray() for rank in range(world)}
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
         for rank, (_, link) in enumerate(ranks):
+            payload = pickle.dumps((rank, world, store.port, call))
             link.sendall(LENGTH.pack(len(payload)) + payload)
             selector.register(link, selectors.EVENT_READ, rank)
         while selector.get_map() and time.monotonic() < deadline:
@@ -69,37 +71,36 @@ def run_forked(fn: Callable[..., Any], args: tuple[Any, ...], world: int, timeou
                     selector.unregister(key.fileobj)
         late = [key.data for key in selector.get_map().values()]
     for rank in late:
-        os.kill(ranks[rank][0], signal.SIGCONT)
-        os.kill(ranks[rank][0], signal.SIGUSR1)  # it shows where it hangs
+        ranks[rank][0].send_signal(signal.SIGCONT)
+        ranks[rank][0].send_signal(signal.SIGUSR1)  # it shows where it hangs
     if late:
         time.sleep(0.5)
-    for pid, link in ranks:
+    for process, link in ranks:
         link.close()
-        while pid not in warm.ended:
+        while process.poll() is None:
             if late:
-                os.kill(pid, signal.SIGKILL)
-            warm.reap()
+                process.send_signal(signal.SIGKILL)
             time.sleep(0.002)
     assert not late, f"ranks {late} did not return within {timeout_s:g} s; their stack traces are on stderr"
-    return [_outcome(replies[rank], warm.ended[pid]) for rank, (pid, _) in enumerate(ranks)]
+    return [_outcome(replies[rank], process.returncode) for rank, (process, _) in enumerate(ranks)]
 
 
-def _outcome(reply: bytearray, status: int) -> Any:
+def _outcome(reply: bytearray, status: int | None) -> Any:
     if reply:
         return pickle.loads(reply)
     return KILLED if status == -signal.SIGKILL else RuntimeError(f"ended with {status}")
 
 
-def main(link: socket.socket, rank: int, spec: dict[str, Any]) -> None:
+def serve(link: socket.socket, stream: BinaryIO) -> NoReturn:
     """In the rank's process: run what is asked for, and send what came of it."""
     faulthandler.register(signal.SIGUSR1)
-    stream = link.makefile("rb")
-    fn, args = pickle.loads(stream.read(LENGTH.unpack(stream.read(LENGTH.size))[0]))
-    store = TCPStore("127.0.0.1", spec["port"], is_master=False, wait_for_workers=False)
+    rank, world, port, call = pickle.loads(stream.read(LENGTH.unpack(stream.read(LENGTH.size))[0]))
+    fn, args = pickle.loads(call)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     torch.set_num_threads(1)
     value: Any
     try:
-        value = pickle.dumps(fn(BootstrapConfig(spec["world"], rank, tcp_store=store), *args))
+        value = pickle.dumps(fn(BootstrapConfig(world, rank, tcp_store=store), *args))
     except BaseException as error:
         value = pickle.dumps(RuntimeError("".join(traceback.format_exception(error))))
     link.sendall(value)

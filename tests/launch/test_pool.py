@@ -207,7 +207,7 @@ def test_a_rank_that_does_not_start_tells_where(tmp_path: Path, monkeypatch: pyt
     assert caught.value.ranks == (0,)
     first, second, *_, call, source = str(caught.value).splitlines()
     assert first == "ranks [0] did not start within 2.0 s"
-    assert second == "rank 0 stood here, innermost call last:"
+    assert second == "nursery stood here, innermost call last:"
     assert (call, source) == (f'  File "{package}", line 2, in <module>', "    time.sleep(1000)")
 
 

@@ -1,8 +1,8 @@
 """Break a Fleet on purpose, and check every row that it delivers meanwhile.
 
 ``plan.py`` what is done to which rank; ``work.py`` the steps whose right answer is known; ``rank.py`` a rank's process;
-``nursery.py`` a warm process that forks ranks; ``crew.py`` the ranks as the supervisor sees them; ``supervisor.py`` one
-round: inject, agree, recover; ``report.py`` what was seen; ``rounds.py`` many random rounds; ``show.py``, ``plot.py``.
+``crew.py`` the ranks, forked from a warm process, as the supervisor sees them; ``supervisor.py`` one round: inject,
+agree, recover; ``report.py`` what was seen; ``rounds.py`` many random rounds; ``show.py``, ``plot.py``.
 """
 
 from .plan import Fault, Kind, Plan, Recovery, random_plan

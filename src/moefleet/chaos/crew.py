@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import select
 import signal
 import socket
@@ -13,9 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .nursery import Nursery
+from ..errors import MoEEpError
+from ..launch.nursery import Forked, Nursery
+from ..launch.process import wait_until_started
 
 Event = dict[str, Any]
+START_S = 120.0
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Member:
     """
 
     rank: int
-    pid: int
+    process: Forked
     link: socket.socket
     generation: int
     idle: bool = False
@@ -48,8 +50,7 @@ class Member:
             self.link.sendall(json.dumps({"order": order, **more}).encode() + b"\n")
 
     def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+        self.process.send_signal(number)
         self.stopped = number == signal.SIGSTOP or (self.stopped and number != signal.SIGCONT)
 
     @property
@@ -72,8 +73,9 @@ class Crew:
     def start(self, rank: int, world: int, generation: int) -> Member:
         """A new process that is to be ``rank``."""
         spec = self._spec | {"world": world, "generation": generation}
-        pid, link = self._nursery.fork(rank, spec)
-        member = Member(rank, pid, link, generation)
+        process, link = fork_rank(self._nursery)
+        member = Member(rank, process, link, generation)
+        member.order("be", rank=rank, spec=spec)
         self.members.append(member)
         return member
 
@@ -137,9 +139,32 @@ class Crew:
     def _wait_for_ends(self, seconds: float) -> list[Member]:
         until = time.monotonic() + seconds
         while True:
-            self._nursery.reap()
-            left = [member for member in self.members if member.pid not in self._nursery.ended]
+            left = [member for member in self.members if member.process.poll() is None]
             if not left or time.monotonic() > until:
                 return left
             self.poll(0.0)
             time.sleep(0.002)
+
+
+def warm_nursery(life: str = "moefleet.chaos.rank") -> Nursery:
+    """One that can fork ranks which live as this module's ``serve`` says, each with one thread. Close it in the end.
+
+    Raises:
+        MoEEpError: there can be none here.
+    """
+    nursery = Nursery(1, life, TORCH_CPP_LOG_LEVEL="ERROR")
+    try:
+        wait_until_started([nursery], START_S, time.monotonic() + START_S)
+        if not nursery.can_fork():
+            raise MoEEpError("ranks cannot be forked: something starts threads in each new Python of this machine")
+    except BaseException:
+        nursery.close()
+        raise
+    return nursery
+
+
+def fork_rank(nursery: Nursery) -> tuple[Forked, socket.socket]:
+    """A new process, which prints where this one does, and the socket to it."""
+    link, theirs = socket.socketpair()
+    with theirs:
+        return nursery.fork(theirs.fileno(), 1, 2, 2), link

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
 
 import torch
 from torch.distributed import PrefixStore, TCPStore
@@ -31,12 +31,13 @@ class Rank:
 
     Args:
         link: to the supervisor; lines of JSON both ways.
+        lines: those that come over it.
         rank, spec: who this is, and the round as JSON values (see ``crew.py``).
     """
 
-    def __init__(self, link: socket.socket, rank: int, spec: dict[str, Any]) -> None:
+    def __init__(self, link: socket.socket, lines: BinaryIO, rank: int, spec: dict[str, Any]) -> None:
         self.rank, self.spec, self.seed = rank, spec, spec["seed"]
-        self._link, self._lines = link, link.makefile("r")
+        self._link, self._lines = link, lines
         self._generation = spec["generation"]
         client = TCPStore("127.0.0.1", spec["port"], is_master=False, wait_for_workers=False)
         client.set_timeout(timedelta(seconds=BUILD_S))
@@ -144,14 +145,19 @@ def leave(*_: object) -> None:
     raise SystemExit(0)
 
 
-def main(link: socket.socket, rank: int, spec: dict[str, Any]) -> None:
-    """The whole life of a rank's process."""
+def serve(link: socket.socket, lines: BinaryIO) -> NoReturn:
+    """The whole life of a rank's process, once it is forked. The first line says who it is."""
     signal.signal(signal.SIGTERM, leave)
+    torch.set_num_threads(1)
     engine = None
+    first = lines.readline()
+    if not first:
+        os._exit(0)
+    rank, spec = (json.loads(first)[key] for key in ("rank", "spec"))
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         try:
             with torch.inference_mode():
-                engine = Rank(link, rank, spec)
+                engine = Rank(link, lines, rank, spec)
                 engine.serve()
         except SystemExit:
             pass

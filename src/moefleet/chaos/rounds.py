@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from ..errors import config_error
-from .nursery import Nursery
+from .crew import warm_nursery
 from .plan import random_plan
 from .report import RoundReport
 from .supervisor import new_store, run_round
@@ -36,7 +37,7 @@ def run_rounds(
     found = _read(state, name)
     left = [number for number in range(rounds) if number not in found]
     if left:
-        with Nursery() as nursery:
+        with closing(warm_nursery()) as nursery:
             store = new_store()
             for number in left:
                 plan = random_plan(seed, number, world, timeout_ms, transport)

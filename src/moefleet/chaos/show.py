@@ -78,7 +78,7 @@ def live(supervisor: Supervisor) -> Group:
             state = Text("evicted", "magenta")
         else:
             state = Text("waits for orders" if member.idle else "in steps", "dim" if member.idle else "green")
-        table.add_row(str(member.rank), str(member.pid), state, str(member.step), str(member.epoch))
+        table.add_row(str(member.rank), str(member.process.pid or ""), state, str(member.step), str(member.epoch))
     return Group(Text(supervisor.report.plan, "bold"), table, Text(), timeline(supervisor.report, last=14))
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from torch.distributed import TCPStore
 
+from ..launch.nursery import Nursery
 from ..launch.pool import host_store
 from .crew import Crew, Event, Member
-from .nursery import Nursery
 from .plan import Fault, Kind, Plan, Recovery
 from .report import Moment, RoundReport
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -112,10 +113,10 @@ def _plan(
 
 
 def _one(console: Any, plan: Plan, watch: bool) -> RoundReport:
-    from ..chaos.nursery import Nursery
+    from ..chaos.crew import warm_nursery
     from ..chaos.supervisor import new_store, run_round
 
-    with Nursery() as nursery:
+    with closing(warm_nursery()) as nursery:
         store = new_store()
         if not watch:
             return run_round(nursery, store, "round", plan)

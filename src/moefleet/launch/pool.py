@@ -1,4 +1,4 @@
-"""`launch` for one call in fresh processes, `RankPool` for many calls in processes that stay."""
+"""`launch` for one call in new processes, `RankPool` for many calls in processes that stay."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from ..errors import MoEEpError, MoEEpTimeoutError, config_error
-from .process import TERM_GRACE_S, RankProcess, ask_where_they_stand, end, pump
-from .results import RankResult, how_it_ended, raise_if_unusable, result_of
+from ..errors import config_error
+from .nursery import Nursery
+from .process import TERM_GRACE_S, RankProcess, ask_where_they_stand, end, module_path, pump, wait_until_started
+from .results import RankResult, raise_if_unusable, result_of
 from .wire import Call, dumps
+
+FORKS = sys.platform == "linux"
+"""Whether ranks are forked from a nursery, where that is safe; else each is a new interpreter."""
 
 GOODBYE = "goodbye"
 GOODBYE_GRACE_S = 5.0
@@ -87,6 +91,8 @@ class RankPool:
         self.world_size, self.threads_per_rank = world_size, threads_per_rank
         self._start_timeout_s = start_timeout_s
         self._ranks: dict[int, RankProcess] = {}
+        self._forks = FORKS
+        self._nursery: Nursery | None = None
         self._store: TCPStore | None = None
         self._calls = 0
         self._closed = False
@@ -118,6 +124,7 @@ class RankPool:
             pump(ranks, RankProcess.has_ended, time.monotonic() + GOODBYE_GRACE_S)
         finally:
             end(ranks)
+            self._end_nursery()
             self._ranks.clear()
             self._store = None
 
@@ -157,32 +164,49 @@ class RankPool:
 
     def _started(self, world_size: int) -> list[RankProcess]:
         """The first ``world_size`` ranks, alive and ready; those that are missing are started side by side."""
-        new = []
+        missing = [number for number in range(world_size) if self._is_missing(number)]
+        new: list[RankProcess] = []
+        deadline = time.monotonic() + self._start_timeout_s
         try:
-            for number in range(world_size):
-                if number not in self._ranks or self._ranks[number].has_ended():
-                    self._ranks[number] = RankProcess(number, self.threads_per_rank)
-                    new.append(self._ranks[number])
-            deadline = time.monotonic() + self._start_timeout_s
+            if missing:
+                self._ready_nursery(missing, deadline)
+            for number in missing:
+                self._ranks[number] = RankProcess(number, self.threads_per_rank, self._nursery)
+                new.append(self._ranks[number])
             if self._store is None:
                 self._store = host_store()
             for rank in new:
                 rank.greet(self._store.port)
-            late = pump(new, lambda rank: rank.reply is not None or rank.has_ended(), deadline)
-            if late:
-                numbers = [rank.rank for rank in late]
-                ask_where_they_stand(late)
-                told = [f"ranks {numbers} did not start within {self._start_timeout_s} s"]
-                told += [rank.where_it_stood() for rank in late]
-                raise MoEEpTimeoutError("\n".join(told), ranks=numbers)
+            wait_until_started(new, self._start_timeout_s, deadline)
             for rank in new:
-                if rank.reply is None:
-                    raise MoEEpError(f"rank {rank.rank} {how_it_ended(rank.exitcode)} while it started; see its stderr")
-                raise_if_unusable(rank.rank, *rank.reply)
+                if rank.reply is not None:
+                    raise_if_unusable(rank.rank, *rank.reply)
         except BaseException:
             end(new)
             raise
         return [self._ranks[number] for number in range(world_size)]
+
+    def _is_missing(self, number: int) -> bool:
+        return number not in self._ranks or self._ranks[number].has_ended()
+
+    def _ready_nursery(self, missing: list[int], deadline: float) -> None:
+        """See to it that there is a nursery which can fork, unless this pool's ranks start without one."""
+        if not self._forks or (self._nursery is not None and not self._nursery.has_ended()):
+            return
+        self._nursery = Nursery(self.threads_per_rank, ranks=missing)
+        try:
+            wait_until_started([self._nursery], self._start_timeout_s, deadline)
+            self._forks = self._nursery.can_fork()
+        except BaseException:
+            self._end_nursery()
+            raise
+        if not self._forks:
+            self._end_nursery()
+
+    def _end_nursery(self) -> None:
+        if self._nursery is not None:
+            end([self._nursery])
+            self._nursery = None
 
 
 def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -232,11 +256,6 @@ def refuse_while_importing_main() -> None:
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def module_path() -> list[str]:
-    """Where a rank shall look for modules: as here, and where that says "" it means this directory."""
-    return [entry or os.getcwd() for entry in sys.path]
 
 
 def check_count(name: str, got: object, most: int | None = None) -> None:

@@ -1,28 +1,36 @@
-"""The parent's side of one rank: its process, the socket to it, and what it prints."""
+"""The parent's side of a rank or of its nursery: the process, the socket to it, and what it prints."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import selectors
+import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from multiprocessing import spawn
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from ..errors import MoEEpError, MoEEpTimeoutError
 from . import stacks
 from .output import PrefixedOutput
 from .wire import Buffer, Hello, Inbox, Reply, dumps, frame
+
+if TYPE_CHECKING:
+    from .nursery import Nursery
 
 TICK_S = 0.02  # how late the end of a process may be noticed when something else holds its socket open
 TERM_GRACE_S = 1.0
 KILL_GRACE_S = 10.0
 RECV_BYTES = 1 << 20
 
-# What a new interpreter runs: it needs the parent's sys.path before it can import this package.
+# What a new interpreter runs, with the numbers of its socket and of its file for stacks, its parent's pid or 0, the
+# module that has its serve(), and what else that takes. It needs the parent's sys.path to find this package.
 PROGRAM = f"""\
 import faulthandler, os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -33,62 +41,89 @@ import pickle, socket
 control = socket.socket(fileno=int(sys.argv[1]))
 stream = control.makefile("rwb")
 sys.path[:] = pickle.load(stream)
-from moefleet.launch.rank import serve
-sys.exit(serve(control, stream))
+from importlib import import_module
+from moefleet.launch.rank import die_with
+die_with(int(sys.argv[3]))
+sys.exit(import_module(sys.argv[4]).serve(control, stream, *sys.argv[5:]))
 """
 
 
-class RankProcess:
-    """A fresh interpreter that serves as one rank. Nothing here blocks: :func:`pump` moves the bytes.
+class Running(Protocol):
+    """What a started process (``subprocess.Popen``) and a forked one have in common."""
+
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+
+P = TypeVar("P", bound="PythonProcess")
+Start = Callable[[int, int, int, int], Running]
+"""Makes a process of four descriptors: its end of the socket, its stdout, its stderr, its file for stacks."""
+
+
+def interpreter(environment: dict[str, str], module: str, *args: str) -> Start:
+    """A new Python that runs ``serve(control, stream, *args)`` of a module.
+
+    It expects its ``sys.path`` as the first pickle on the socket.
+    """
+
+    def start(control: int, out: int, err: int, stack_file: int) -> Running:
+        # The kernel's parent-death signal follows the thread that started the process: only the main one lasts.
+        lasts = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
+        return subprocess.Popen(
+            [
+                os.fsdecode(spawn.get_executable()),
+                *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
+                *("-c", PROGRAM, str(control), str(stack_file), str(os.getpid() if lasts else 0), module, *args),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            pass_fds=(control, stack_file),
+            env=environment,
+        )
+
+    return start
+
+
+class PythonProcess:
+    """A process of our own making. Nothing here blocks: :func:`pump` moves the bytes.
 
     Args:
-        rank: its number, for the prefix of its output.
-        threads: size of torch's and OpenMP's thread pools in it.
+        name: for messages, and for the prefix of its output.
+        start: makes it.
+        first: what it reads before any frame.
+        ranks: those that wait for its start.
 
     Raises:
         OSError: the process or its pipes cannot be made.
     """
 
-    def __init__(self, rank: int, threads: int) -> None:
-        self.rank, self._threads = rank, threads
-        self._stacks = stacks.Stacks()
+    def __init__(self, name: str, start: Start, first: bytes, ranks: Sequence[int]) -> None:
+        self.name, self.ranks = name, ranks
         self._too_late = False
         self._inbox = Inbox()
         self._outbox: list[memoryview] = []
         self._reply: tuple[Reply, Buffer] | None = None
-        self._preparation = preparation_for(rank)
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self._control.sendall(dumps(self._preparation["sys_path"]))
-                self._control.setblocking(False)
-                self._process = subprocess.Popen(
-                    [
-                        os.fsdecode(spawn.get_executable()),
-                        *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-                        *("-c", PROGRAM, str(theirs.fileno()), str(self._stacks.fileno())),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    bufsize=0,
-                    pass_fds=(theirs.fileno(), self._stacks.fileno()),
-                    env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-                )
-            except BaseException:
-                self._control.close()
-                self._stacks.close()
-                raise
-        out, err = self._process.stdout, self._process.stderr
-        assert out is not None and err is not None
-        prefix = f"[rank {rank}] "
-        self._outputs = (PrefixedOutput(out, prefix, "stdout"), PrefixedOutput(err, prefix, "stderr"))
-        # The kernel's parent-death signal follows the thread that started the process: only the main one lasts.
-        self._dies_with_thread = threading.current_thread() is threading.main_thread()
-
-    def greet(self, store_port: int) -> None:
-        """Let the new process become a rank. It answers when it is ready."""
-        self.send(Hello(self._preparation, self._threads, os.getpid(), self._dies_with_thread, store_port))
+        with ExitStack() as ours, ExitStack() as theirs:
+            self._stacks = stacks.Stacks()
+            ours.callback(self._stacks.close)
+            self._control, control = socket.socketpair()
+            ours.enter_context(self._control)
+            theirs.enter_context(control)
+            ends = {}
+            self._outputs = []
+            for stream in ("stdout", "stderr"):
+                reading, ends[stream] = os.pipe()
+                theirs.callback(os.close, ends[stream])
+                pipe = ours.enter_context(open(reading, "rb", buffering=0))
+                self._outputs.append(PrefixedOutput(pipe, f"[{name}] ", stream))
+            self._control.sendall(first)
+            self._control.setblocking(False)
+            self._process = start(control.fileno(), ends["stdout"], ends["stderr"], self._stacks.fileno())
+            ours.pop_all()
 
     def send(self, head: object, body: Buffer = b"") -> None:
         """Queue a message, and forget the reply to the one before."""
@@ -106,6 +141,10 @@ class RankProcess:
     def exitcode(self) -> int | None:
         """Exit code of the process, negative for a signal; ``None`` while it lives."""
         return self._process.returncode
+
+    def how_it_ended(self) -> str:
+        """The exit code in words: "was killed by SIGKILL (signal 9)"."""
+        return in_words(self.exitcode)
 
     def has_ended(self) -> bool:
         """Whether the process is gone, and all that it sent and printed has been read."""
@@ -137,14 +176,11 @@ class RankProcess:
     def where_it_stood(self) -> str:
         """The stacks that it was asked for, in words, or that there are none."""
         if told := str(self._stacks):
-            return f"rank {self.rank} stood here, innermost call last:\n{told}"
-        return f"rank {self.rank} did not answer {stacks.SIGNAL.name} with its stacks, as one that is stopped cannot"
+            return f"{self.name} stood here, innermost call last:\n{told}"
+        return f"{self.name} did not answer {stacks.SIGNAL.name} with its stacks, as one that is stopped cannot"
 
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        self._process.kill()
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Tell a selector what to wait for; the data of each key is the function to call then."""
@@ -189,6 +225,59 @@ class RankProcess:
             del self._outbox[0]
 
 
+class RankProcess(PythonProcess):
+    """A process that serves as one rank.
+
+    Args:
+        rank: its number.
+        threads: size of torch's and OpenMP's thread pools in it.
+        nursery: what forks it; ``None`` starts a new interpreter.
+
+    Raises:
+        OSError: the process or its pipes cannot be made.
+    """
+
+    def __init__(self, rank: int, threads: int, nursery: Nursery | None = None) -> None:
+        self.rank, self._threads, self._nursery = rank, threads, nursery
+        self._preparation, self._environment = preparation_for(rank), environment_for(threads)
+        if nursery is not None:
+            super().__init__(f"rank {rank}", nursery.fork, b"", [rank])
+        else:
+            start = interpreter(self._environment, "moefleet.launch.rank")
+            super().__init__(f"rank {rank}", start, dumps(module_path()), [rank])
+
+    def greet(self, store_port: int) -> None:
+        """Let the new process become a rank. It answers when it is ready."""
+        self.send(Hello(self._preparation, self._environment, self._threads, store_port))
+
+    def how_it_ended(self) -> str:
+        nursery = self._nursery
+        if nursery is not None and nursery.exitcode is not None and self.exitcode == -signal.SIGKILL:
+            return f"ended with the process that it was forked from, which {nursery.how_it_ended()},"
+        return super().how_it_ended()
+
+
+def environment_for(threads: int) -> dict[str, str]:
+    """The environment of a rank that starts now."""
+    return {**os.environ, "OMP_NUM_THREADS": str(threads)}
+
+
+def module_path() -> list[str]:
+    """Where a rank shall look for modules: as here, and where that says "" it means this directory."""
+    return [entry or os.getcwd() for entry in sys.path]
+
+
+def in_words(exitcode: int | None) -> str:
+    """What an exit code says: "was killed by SIGKILL (signal 9)"."""
+    if exitcode is None or exitcode >= 0:
+        return f"ended with exit code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = "an unnamed signal"
+    return f"was killed by {name} (signal {-exitcode})"
+
+
 def preparation_for(rank: int) -> dict[str, Any]:
     """What multiprocessing's spawn method tells a child about its parent's script, in a form that pickles."""
     preparation = spawn.get_preparation_data(f"rank-{rank}")
@@ -199,8 +288,8 @@ def preparation_for(rank: int) -> dict[str, Any]:
     return preparation
 
 
-def pump(ranks: Sequence[RankProcess], done: Callable[[RankProcess], bool], deadline: float) -> list[RankProcess]:
-    """Move bytes to and from all ranks until each is done, or until the deadline on ``time.monotonic()``.
+def pump(ranks: Sequence[P], done: Callable[[P], bool], deadline: float) -> list[P]:
+    """Move bytes to and from all processes until each is done, or until the deadline on ``time.monotonic()``.
 
     Returns:
         Those that were not done in time.
@@ -217,20 +306,41 @@ def pump(ranks: Sequence[RankProcess], done: Callable[[RankProcess], bool], dead
     return []
 
 
-def ask_where_they_stand(ranks: Sequence[RankProcess]) -> None:
-    """Get the stacks of ranks that ran out of time. One that does not answer is not waited for long."""
+def wait_until_started(processes: Sequence[PythonProcess], within_s: float, deadline: float) -> None:
+    """Wait until each has answered for the first time.
+
+    Args:
+        within_s: the time that there was until the deadline on ``time.monotonic()``.
+
+    Raises:
+        MoEEpTimeoutError: not in time.
+        MoEEpError: one has ended instead.
+    """
+    late = pump(processes, lambda process: process.reply is not None or process.has_ended(), deadline)
+    if late:
+        ask_where_they_stand(late)
+        ranks = sorted(rank for process in late for rank in process.ranks)
+        told = [f"ranks {ranks} did not start within {within_s} s", *(process.where_it_stood() for process in late)]
+        raise MoEEpTimeoutError("\n".join(told), ranks=ranks)
+    for process in processes:
+        if process.reply is None:
+            raise MoEEpError(f"{process.name} {process.how_it_ended()} while it started; see its stderr")
+
+
+def ask_where_they_stand(ranks: Sequence[PythonProcess]) -> None:
+    """Get the stacks of processes that ran out of time. One that does not answer is not waited for long."""
     for rank in ranks:
         rank.ask_where_it_stands()
-    pump(ranks, RankProcess.has_told_where, time.monotonic() + stacks.WAIT_S)
+    pump(ranks, PythonProcess.has_told_where, time.monotonic() + stacks.WAIT_S)
 
 
-def end(ranks: Collection[RankProcess], *, grace_s: float = 0.0) -> None:
+def end(ranks: Collection[PythonProcess], *, grace_s: float = 0.0) -> None:
     """End processes and wait for their end: SIGTERM first where ``grace_s`` leaves time for it, then SIGKILL."""
     left = list(ranks)
     if grace_s > 0:
         for rank in left:
-            rank.terminate()
-        left = pump(left, RankProcess.has_ended, time.monotonic() + grace_s)
+            rank.send_signal(signal.SIGTERM)
+        left = pump(left, PythonProcess.has_ended, time.monotonic() + grace_s)
     for rank in left:
-        rank.kill()
-    pump(left, RankProcess.has_ended, time.monotonic() + KILL_GRACE_S)
+        rank.send_signal(signal.SIGKILL)
+    pump(left, PythonProcess.has_ended, time.monotonic() + KILL_GRACE_S)

@@ -60,7 +60,10 @@ def settle(control: socket.socket, hello: Hello, _: bytes) -> TCPStore:
         address that it connects to, which takes seconds where no name server answers.
     """
     control.set_inheritable(False)
-    die_with_parent(control, hello)
+    die_with_socket(control)
+    if os.environ != hello.environment:  # of a later time than what this process was forked from
+        os.environ.clear()
+        os.environ.update(hello.environment)
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, chain=True)  # who ends it from outside sees on stderr where it hung
     for text in (sys.stdout, sys.stderr):
@@ -76,10 +79,16 @@ def settle(control: socket.socket, hello: Hello, _: bytes) -> TCPStore:
     return TCPStore("127.0.0.1", hello.store_port, is_master=False, wait_for_workers=False)
 
 
-def die_with_parent(control: socket.socket, hello: Hello) -> None:
-    """Arrange SIGKILL for this process when the parent is gone, however that went."""
-    if sys.platform == "linux" and hello.dies_with_parent_thread:
+def die_with(parent_pid: int) -> None:
+    """Let Linux kill this process at the end of the thread that started it, however that went. 0: do not."""
+    if parent_pid:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_socket(control: socket.socket) -> None:
+    """Arrange SIGKILL for this process when the other end of its socket is gone."""
 
     def watch() -> None:
         poll = select.poll()
@@ -88,8 +97,6 @@ def die_with_parent(control: socket.socket, hello: Hello) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="moefleet-parent-watch", daemon=True).start()
-    if os.getppid() != hello.parent_pid:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(client: TCPStore, call: Call, body: bytes) -> tuple[Reply, bytes]:

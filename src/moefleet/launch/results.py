@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import signal
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +45,7 @@ def result_of(rank: RankProcess, expired_s: float | None, last: bool) -> RankRes
         if expired_s is not None:
             late = too_late(rank, f"rank {rank.rank} did not return within {expired_s} s and was ended")
             return RankResult(rank.rank, None, late, rank.exitcode)
-        died = MoEEpError(f"rank {rank.rank} {how_it_ended(rank.exitcode)} before fn returned")
+        died = MoEEpError(f"rank {rank.rank} {rank.how_it_ended()} before fn returned")
         return RankResult(rank.rank, None, died, rank.exitcode)
     reply, body = rank.reply
     exitcode = rank.exitcode if last or expired_s is not None else reply.exitcode
@@ -63,7 +62,7 @@ def result_of(rank: RankProcess, expired_s: float | None, last: bool) -> RankRes
         lingered = f"fn returned on rank {rank.rank}, but its process did not end within {expired_s} s and was ended"
         problem = too_late(rank, lingered)
     elif exitcode != 0:
-        problem = MoEEpError(f"fn returned on rank {rank.rank}, but then its process {how_it_ended(exitcode)}")
+        problem = MoEEpError(f"fn returned on rank {rank.rank}, but then its process {rank.how_it_ended()}")
     return RankResult(rank.rank, value, problem, exitcode)
 
 
@@ -97,14 +96,3 @@ def raise_if_unusable(rank: int, reply: Reply, body: Buffer) -> None:
         "what a new interpreter can import",
         "put functions and classes into a file, not into a notebook or an interactive session",
     ) from error
-
-
-def how_it_ended(exitcode: int | None) -> str:
-    """An exit code in words: "was killed by SIGKILL (signal 9)"."""
-    if exitcode is None or exitcode >= 0:
-        return f"ended with exit code {exitcode}"
-    try:
-        name = signal.Signals(-exitcode).name
-    except ValueError:
-        name = "an unnamed signal"
-    return f"was killed by {name} (signal {-exitcode})"

@@ -18,12 +18,11 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class Hello:
-    """First words to a new process. ``preparation`` is what multiprocessing's spawn method tells a child."""
+    """First words to a new rank. ``preparation`` is what multiprocessing's spawn method tells a child."""
 
     preparation: dict[str, Any]
+    environment: dict[str, str]
     threads: int
-    parent_pid: int
-    dies_with_parent_thread: bool
     store_port: int
 
 
@@ -63,6 +62,15 @@ class Reply:
     def exitcode(self) -> int:
         """Exit code of a process that ends after this."""
         return 0 if self.said in (Said.READY, Said.RETURNED) else 1
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What became of the ``number``-th process that was forked: it lives while there is no exit code."""
+
+    number: int
+    pid: int
+    exitcode: int | None
 
 
 def dumps(value: object) -> bytes:
