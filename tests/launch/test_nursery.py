@@ -1,4 +1,4 @@
-"""How ranks come to be: forked from one process that imported torch, and in no way other than new interpreters."""
+"""How ranks come to be: forked from one process that imported torch, and like new interpreters in all other ways."""
 
 from __future__ import annotations
 
@@ -198,6 +198,6 @@ def test_where_ranks_cannot_be_forked_each_is_a_new_interpreter(
         monkeypatch.setattr(pool, "FORKS", False)
     with RankPool(1, threads_per_rank=2) as ranks:
         assert ranks.run(parent_pid)[0].value == os.getpid()
-        assert ranks.run(end_somehow)[0].exitcode == 7
         if why == "not asked to":
             assert ranks.run(as_it_stands)[0].value == forked.run(as_it_stands)[0].value
+            assert ranks.run(end_somehow)[0].exitcode == 7

@@ -11,6 +11,7 @@ import socket
 import struct
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -144,7 +145,10 @@ def serve(control: socket.socket, stream: BinaryIO, life: str) -> int:
 
 def has_threads() -> bool:
     """Whether a forked process would lack threads. Those that end before any fork, as OpenBLAS's do, are no such."""
-    if (pid := os.fork()) == 0:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, where there are
+        pid = os.fork()
+    if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
     for _ in range(50):

@@ -42,6 +42,9 @@ def launch(
     in this process. Arguments and return values travel by value, tensors too. What a rank prints appears here, each
     line behind ``[rank N]``. A rank that fails does not end the others. Ctrl-C ends them all.
 
+    On Linux one new interpreter, the nursery, imports torch, and the ranks are forked from it. Elsewhere, or where
+    something starts threads in each new interpreter, every rank is one of its own.
+
     Args:
         fn: a function that pickle can name: at the top level of a module, or of a script with a ``__main__`` guard.
         world_size: number of ranks, at least 1.
@@ -71,7 +74,8 @@ class RankPool:
     """Ranks that stay between calls. Use it as a context manager; it is not for use by two threads at once.
 
     A rank starts with the first call that needs it. One that died, or was ended at a timeout, starts anew with the
-    next such call. A rank that raised stays.
+    next such call, with the environment of that time; but what libraries look up as they are loaded with torch (such as
+    OpenBLAS its variables) is of the pool's first start. A rank that raised stays.
 
     Args:
         world_size: the most ranks of a call.
