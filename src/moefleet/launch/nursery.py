@@ -17,7 +17,6 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, BinaryIO
 
-import numpy.random
 import torch
 
 from .process import PythonProcess, end, environment_for, interpreter, module_path
@@ -55,13 +54,19 @@ class Nursery(PythonProcess):
         return self.reply is not None and self.reply[0].said is Said.READY
 
     def fork(self, control: int, out: int, err: int, stack_file: int) -> Forked:
-        """Order a new process with these descriptors. They may be closed when this returns."""
+        """Order a new process with these descriptors, which may be closed when this returns.
+
+        Raises:
+            OSError: they cannot be sent.
+        """
         number = next(self._numbers)
         self.order(number, FORK, (control, out, err, stack_file))
         return Forked(self, number)
 
     def order(self, number: int, order: int, descriptors: Sequence[int] = ()) -> None:
-        with suppress(OSError):  # it is gone, and the fate of its children will say so
+        if self._control.fileno() < 0:
+            return  # the nursery is gone, as the fate of its children will tell
+        with suppress(BrokenPipeError, ConnectionResetError, TimeoutError):  # likewise
             self._control.settimeout(ORDER_S)
             try:
                 socket.send_fds(self._control, [ORDER.pack(number, order)], descriptors)
@@ -101,7 +106,8 @@ class Forked:
         return self.returncode
 
     def send_signal(self, sig: int, /) -> None:
-        self._nursery.order(self._number, sig)
+        if self.poll() is None:
+            self._nursery.order(self._number, sig)
 
 
 # In its process.
@@ -109,6 +115,8 @@ class Forked:
 
 def serve(control: socket.socket, stream: BinaryIO, life: str) -> int:
     """Fork, signal and reap as ordered. Returns in the forked processes only: the exit code of each."""
+    import numpy.random  # here, as who only starts ranks has no need of it
+
     main = import_module(life).serve
     if has_threads():
         return answer(stream, Reply(Said.UNUSABLE, "threads run that a fork would leave behind"), b"").exitcode

@@ -48,6 +48,7 @@ class Said(enum.Enum):
     RETURNED = enum.auto()  # the pickled value
     RAISED = enum.auto()  # the pickled exception, or nothing where it cannot be pickled
     UNUSABLE = enum.auto()  # the same; raised before fn began: the script, fn or an argument cannot be loaded here
+    # of a nursery: ranks cannot be forked from it
 
 
 @dataclass(frozen=True)
