@@ -170,10 +170,11 @@ def as_it_stands(bootstrap: BootstrapConfig) -> dict[str, Any]:
     _ = matrix @ matrix
     found: dict[str, Any] = {"threads": threads_of("self")}
     _ = torch.from_numpy(matrix) @ torch.from_numpy(matrix)
-    open_ = [path for path in (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")) if os.path.lexists(path)]
+    open_ = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+    places = [os.readlink(f"/proc/self/fd/{fd}").partition(":")[0] for fd in open_]
     return found | {
         "torch threads": (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]),
-        "descriptors": sorted(os.readlink(path).partition(":")[0] for path in open_),
+        "descriptors": sorted(zip(places, map(os.get_inheritable, open_), strict=True)),
         "handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "wakeup": signal.set_wakeup_fd(-1),
         "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
