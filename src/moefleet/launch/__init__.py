@@ -8,9 +8,10 @@
             print(result.rank, result.value, result.error, result.exitcode)
 
 One file per thing: ``pool.py`` what callers use, ``results.py`` what they get, ``nursery.py`` what ranks are forked
-from, ``process.py`` the parent's side of a process, ``output.py`` what it prints, ``stacks.py`` where it hangs,
-``rank.py`` what runs in a rank's process, ``wire.py`` what the two say, ``torchrun.py`` the same calls on ranks that
-torchrun started, ``plain.py`` what those send without pickle, ``devices.py`` the GPU that a rank takes.
+from, ``interpreter.py`` how a new Python starts, ``process.py`` the parent's side of a process, ``output.py`` what it
+prints, ``stacks.py`` where it hangs, ``rank.py`` what runs in a rank's process, ``wire.py`` what the two say,
+``torchrun.py`` the same calls on ranks that torchrun started, ``plain.py`` what those send without pickle,
+``devices.py`` the GPU that a rank takes.
 
 Runs on Linux and macOS. On Linux the ranks are children of the nursery: it ends with the process that started it, and
 the kernel ends the ranks with it. Elsewhere, and where ranks are no forks and a thread besides the main one started

@@ -19,13 +19,14 @@ from typing import Any, BinaryIO
 
 import torch
 
-from .process import PythonProcess, end, environment_for, interpreter, module_path
+from .interpreter import environment_for, interpreter, module_path
+from .process import PythonProcess, end
 from .rank import answer, die_with
 from .wire import Fate, Reply, Said, dumps, frame
 
 ORDER = struct.Struct("!QQ")  # the number of a process; the signal that it shall get, or FORK
 FORK = 0
-DESCRIPTORS = 4  # of a process: see Start in process.py
+DESCRIPTORS = 4  # of a process: see Start in interpreter.py
 ORDER_S = 10.0  # until one that does not take orders gets no more
 FOR_ITS_RANKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals to a process group that ranks may answer, and that do not end the nursery before they have."""

@@ -15,8 +15,9 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from ..errors import config_error
+from .interpreter import module_path
 from .nursery import Nursery
-from .process import TERM_GRACE_S, RankProcess, ask_where_they_stand, end, module_path, pump, wait_until_started
+from .process import TERM_GRACE_S, RankProcess, ask_where_they_stand, end, pump, wait_until_started
 from .results import RankResult, raise_if_unusable, result_of
 from .wire import Call, dumps
 
