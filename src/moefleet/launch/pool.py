@@ -21,8 +21,10 @@ from .process import TERM_GRACE_S, RankProcess, ask_where_they_stand, end, pump,
 from .results import RankResult, raise_if_unusable, result_of
 from .wire import Call, dumps
 
-FORKS = sys.platform == "linux"
-"""Whether ranks are forked from a nursery, where that is safe; else each is a new interpreter."""
+FORKS = sys.platform == "linux" and not os.path.exists("/dev/nvidiactl")
+"""Whether ranks are forked from a nursery, where that is safe; else each is a new interpreter.
+
+With an NVIDIA driver it is: CUDA permits a fork before anything asks for devices, but none of a rank has been tried."""
 
 GOODBYE = "goodbye"
 GOODBYE_GRACE_S = 5.0
@@ -43,8 +45,8 @@ def launch(
     in this process. Arguments and return values travel by value, tensors too. What a rank prints appears here, each
     line behind ``[rank N]``. A rank that fails does not end the others. Ctrl-C ends them all.
 
-    On Linux one new interpreter, the nursery, imports torch, and the ranks are forked from it. Elsewhere, or where
-    something starts threads in each new interpreter, every rank is one of its own.
+    On Linux one new interpreter, the nursery, imports torch, and the ranks are forked from it. Elsewhere, on machines
+    with an NVIDIA driver, or where something starts threads in each new interpreter, every rank is one of its own.
 
     Args:
         fn: a function that pickle can name: at the top level of a module, or of a script with a ``__main__`` guard.
