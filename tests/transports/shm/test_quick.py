@@ -141,14 +141,17 @@ def test_routing_can_be_read_while_rows_are_committed(ranks: list[Rank]) -> None
 
 def sleeper(rank: Rank) -> threading.Event:
     """A rank that sleeps on a flag that nobody sets, so that only a wake-up ends its sleep."""
-    woken = threading.Event()
+    entered, woken = threading.Event(), threading.Event()
     address = (rank.struct.base or 0) + SEGMENT + 8 * flag_word(Operation.CLOSED, 1)
 
     def sleep() -> None:
-        futex_wait(address, 0, 20.0)
+        entered.set()
+        futex_wait(address, 0, 100.0)
         woken.set()
 
     threading.Thread(target=sleep, daemon=True).start()
+    assert entered.wait(20)
+    time.sleep(0.05)  # it most likely sleeps by then
     return woken
 
 
@@ -162,22 +165,22 @@ def say_asleep(rank: Rank) -> None:
 def test_the_last_wakes_sleepers(ranks: list[Rank], last: Operation) -> None:
     """Fetched rows come with their routing: who brings them may be the last whom others need to place theirs."""
     woken = sleeper(ranks[2])
-    for step in range(1, 1001):  # the thread may not sleep yet
+    for step in range(1, 6):  # once, unless the thread did not sleep yet
         ranks[2].quick.commit(last, step, tokens=1, topk=1, dtype=1, placed=False)
         say_asleep(ranks[2])
         ranks[0].quick.commit(last, step, tokens=1, topk=1, dtype=1, placed=False)
         assert not woken.is_set(), "rank 1 is missing"
         ranks[1].quick.commit(DISPATCH, step, tokens=1, topk=1, dtype=1, placed=False)
-        if woken.wait(0.02):
+        if woken.wait(4.0):
             return
     raise AssertionError("nobody woke it")
 
 
 def test_who_knows_of_a_missing_rank_does_not_count_on_the_last(ranks: list[Rank]) -> None:
     woken, ranks[0].faults.accused = sleeper(ranks[2]), 0b100
-    for step in range(1, 1001):
+    for step in range(1, 6):
         say_asleep(ranks[2])
         ranks[0].quick.commit(DISPATCH, step, tokens=1, topk=1, dtype=1, placed=False)
-        if woken.wait(0.02):
+        if woken.wait(4.0):
             return
     raise AssertionError("nobody woke it")
