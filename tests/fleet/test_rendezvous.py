@@ -76,6 +76,9 @@ def test_incarnations_are_drawn_at_random_unless_given() -> None:
 
 # Ranks that do not come, or come late.
 
+SHORT_S = 0.8
+"""A time-out that is to end a wait: threads that have something to say are not that late."""
+
 
 def absent(bootstrap: BootstrapConfig, missing: int) -> Any:
     return None if bootstrap.rank == missing else say(bootstrap, "hello")
@@ -83,11 +86,11 @@ def absent(bootstrap: BootstrapConfig, missing: int) -> Any:
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
 def test_who_does_not_come_is_named(missing: int) -> None:
-    outcomes = side_by_side(3, absent, missing, timeout_s=0.3)
+    outcomes = side_by_side(3, absent, missing, timeout_s=SHORT_S)
     for rank, error in enumerate(outcomes):
         if rank != missing:
             assert isinstance(error, MoEEpTimeoutError) and error.ranks == (missing,), error
-            assert f"rank {rank} waited 0.3 s (BootstrapConfig.timeout_s) for ranks [{missing}]" in str(error)
+            assert f"rank {rank} waited {SHORT_S} s (BootstrapConfig.timeout_s) for ranks [{missing}]" in str(error)
 
 
 def comes_late(bootstrap: BootstrapConfig, late: int, gone: threading.Barrier) -> Any:
@@ -95,7 +98,7 @@ def comes_late(bootstrap: BootstrapConfig, late: int, gone: threading.Barrier) -
     error = None
     if bootstrap.rank != late:
         with pytest.raises(MoEEpTimeoutError) as caught:
-            say(replace(bootstrap, timeout_s=0.3), "first")
+            say(replace(bootstrap, timeout_s=SHORT_S), "first")
         error = caught.value
     gone.wait(20)
     return error, say(bootstrap, "second")
@@ -182,7 +185,7 @@ def test_a_rank_that_blames_another_does_not_hide_what_that_one_says() -> None:
 def gives_up(bootstrap: BootstrapConfig) -> Any:
     """Rank 2 stays away, and rank 0 is the first to lose patience."""
     if bootstrap.rank < 2:
-        mine = replace(bootstrap, timeout_s=0.3 if bootstrap.rank == 0 else bootstrap.timeout_s)
+        mine = replace(bootstrap, timeout_s=SHORT_S if bootstrap.rank == 0 else bootstrap.timeout_s)
         meeting = Meeting(mine)
         with meeting.announcing():
             meeting.exchange("hello", dict)
@@ -191,7 +194,7 @@ def gives_up(bootstrap: BootstrapConfig) -> Any:
 def test_who_gives_up_waiting_says_so() -> None:
     for error in side_by_side(3, gives_up)[:2]:
         assert isinstance(error, MoEEpTimeoutError) and error.ranks == (2,), error
-        assert "rank 0 waited 0.3 s" in str(error)
+        assert f"rank 0 waited {SHORT_S} s" in str(error)
 
 
 @pytest.fixture
@@ -218,17 +221,21 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for(
     with pytest.raises(MoEEpPeerError, match="rank 1 could not build the Fleet: its process has ended") as caught:
         meeting.exchange("second", dict)
     assert caught.value.rank == 1
+    over = threading.Event()
     with pytest.raises(MoEEpPeerError, match="rank 1"):
-        meeting.attend(lambda _: threading.Event().wait(60))
+        meeting.attend(lambda _: over.wait(60))
+    over.set()
 
 
 def test_what_a_library_raises_or_returns_is_passed_on() -> None:
-    meeting = Meeting(BootstrapConfig(1, 0, timeout_s=0.3))
+    meeting = Meeting(BootstrapConfig(1, 0))
     assert meeting.attend(lambda store: store.add("n", 5)) == 5
     with pytest.raises(ZeroDivisionError):
         meeting.attend(lambda _: 1 // 0)
+    over = threading.Event()
     with pytest.raises(MoEEpTimeoutError, match=r"waited 0\.3 s .* at 'a connection'"):
-        meeting.attend(lambda _: threading.Event().wait(60))
+        Meeting(BootstrapConfig(1, 0, timeout_s=0.3)).attend(lambda _: over.wait(60))
+    over.set()
 
 
 # Who is who.

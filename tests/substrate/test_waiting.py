@@ -35,9 +35,10 @@ def test_a_flag_stands_for_its_own_phase_and_parity_and_all_steps_before() -> No
 
 
 @pytest.mark.parametrize("spin_s", [0.0, 10.0], ids=["asleep", "spinning"])
-def test_a_wait_ends_with_the_last_commit(spin_s: float) -> None:
-    ranks = waiters(3, spin_s=spin_s)
+def test_a_wait_ends_with_the_last_commit(spin_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, looking = waiters(3, spin_s=spin_s), threading.Event()
     order: list[str] = []
+    monkeypatch.setattr(waiting.os, "sched_yield", lambda: looking.set())
 
     def wait() -> list[int]:
         lost = ranks[0].wait([1, 2], DISPATCH, 1)
@@ -45,6 +46,8 @@ def test_a_wait_ends_with_the_last_commit(spin_s: float) -> None:
         return lost
 
     def commit() -> None:
+        while not (looking.is_set() if spin_s else ranks[0].said(0, Word.WAITING_ON)):
+            time.sleep(0.001)
         for rank in (0, 1, 2):
             time.sleep(0.02)
             order.append(f"rank {rank} commits")

@@ -21,7 +21,7 @@ from ..errors import MoEEpPeerError, MoEEpTimeoutError, MoEEpTransportError
 _HELLO = struct.Struct("<QI")
 _HELLO_S = 10.0  # how long somebody who connects may take to say who it is
 _LOOK_S = 0.1  # how often a rank that waits for a connection looks whether it waits in vain
-_WHY_S = 0.5  # how long it looks for the reason of a connection that broke
+_WHY_S = 2.0  # how long it looks for the reason of a connection that broke: a busy peer may be slow to say it
 _CREDENTIALS = struct.Struct("3i")
 
 
