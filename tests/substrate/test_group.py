@@ -17,6 +17,7 @@ from moefleet.substrate.control import MAGIC, Operation, State, Word
 from moefleet.substrate.faults import FaultState
 from moefleet.substrate.group import HostGroup
 from tests.fleet.threads import WAIT_S, side_by_side
+from tests.transports.shm.leftovers import grown
 
 SIZE = 8192
 
@@ -37,11 +38,12 @@ def build(bootstrap: BootstrapConfig, size: int = SIZE) -> HostGroup:
     )
 
 
-def left_behind() -> tuple[int, int, int]:
+def present() -> dict[str, int]:
     """Descriptors, threads and mappings of ours in this process."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text()
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), maps.count("memfd:moefleet")
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    return {"descriptors": descriptors, "threads": threads, "mappings": maps.count("memfd:moefleet")}
 
 
 def test_everybody_sees_everybodys_block() -> None:
@@ -61,15 +63,15 @@ def test_everybody_sees_everybodys_block() -> None:
 
 def test_nothing_is_left_after_close() -> None:
     side_by_side(1, build)[0].close()
-    before = left_behind()
+    before = present()
     groups = side_by_side(3, build)
-    assert left_behind()[2] == before[2] + 9
+    assert present()["mappings"] == before["mappings"] + 9
     for group in groups:
         group.close()
         group.close()
     assert all(group.closed for group in groups)
     del groups, group
-    assert left_behind() == before
+    assert not grown(before, present())
 
 
 def test_a_group_that_nobody_closes_leaves_when_it_is_collected() -> None:
@@ -98,14 +100,14 @@ def one_has_no_memory(bootstrap: BootstrapConfig) -> HostGroup:
 def test_one_rank_without_memory_is_named() -> None:
     """It gets the numbers; the others are told at once; nothing is left of the attempt."""
     side_by_side(1, build)[0].close()
-    before = left_behind()
+    before = present()
     outcomes: list[Any] = side_by_side(3, one_has_no_memory)
     assert isinstance(outcomes[1], MoEEpConfigError) and "0 bytes needed" in str(outcomes[1])
     for rank in (0, 2):
         assert isinstance(outcomes[rank], MoEEpPeerError) and outcomes[rank].rank == 1
         assert "0 bytes needed" in outcomes[rank].reason
     outcomes.clear()
-    assert left_behind() == before
+    assert not grown(before, present())
 
 
 def breaks_at(step: str) -> Callable[[BootstrapConfig], HostGroup]:
@@ -130,13 +132,13 @@ def breaks_at(step: str) -> Callable[[BootstrapConfig], HostGroup]:
 @pytest.mark.parametrize("step", ["segments", "ready"])
 def test_a_failure_while_it_is_built_leaves_nothing(step: str) -> None:
     side_by_side(1, build)[0].close()
-    before = left_behind()
+    before = present()
     outcomes: list[Any] = side_by_side(3, breaks_at(step))
     assert isinstance(outcomes[1], OSError)
     for rank in (0, 2):
         assert isinstance(outcomes[rank], MoEEpPeerError) and "out of luck" in outcomes[rank].reason
     outcomes.clear()
-    assert left_behind() == before
+    assert not grown(before, present())
 
 
 def test_a_peer_that_goes_on_after_a_decision_is_seen() -> None:

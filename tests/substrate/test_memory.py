@@ -61,7 +61,7 @@ def test_memory_that_runs_out_while_it_is_taken(monkeypatch: pytest.MonkeyPatch)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(MoEEpConfigError, match=f"got {SIZE} bytes needed, allowed .* bytes available; .*No space left"):
         create_segment(SIZE, on_this_host=1)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def control_group(folder: Path, most: str, used: int, **stat: int) -> tuple[str, str, str, tuple[str, ...]]:

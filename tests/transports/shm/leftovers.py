@@ -41,6 +41,11 @@ def of_this_process() -> dict[str, int]:
     }
 
 
+def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """What there is more of than before. Less is no leak: threads and sockets of what ran earlier end at any time."""
+    return {name: (before[name], count) for name, count in after.items() if count > before[name]}
+
+
 def mapped_anywhere(inodes: set[str]) -> set[str]:
     """Those of these segments that some process still has mapped."""
     processes = [entry for entry in os.listdir("/proc") if entry.isdecimal()]
