@@ -28,7 +28,7 @@ def chaos(*options: str) -> Any:
 
 
 def test_a_kill_is_noticed_agreed_on_and_made_good() -> None:
-    result = chaos("--world", "3", "--kill", "1", "--layout", "flat", "--json")
+    result = chaos("--world", "3", "--kill", "1", "--layout", "flat", "--timeout-ms", "20000", "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["clean"] and report["rows"] > 100 and report["wrong"] == 0
@@ -41,7 +41,7 @@ def test_a_kill_is_noticed_agreed_on_and_made_good() -> None:
 
 def test_a_stop_ends_in_readmission_and_is_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "stop.png"
-    result = chaos("--world", "3", "--stop", "0", "--timeout-ms", "400", "--plot", str(picture))
+    result = chaos("--world", "3", "--stop", "0", "--plot", str(picture))
     assert result.exit_code == 0, result.output
     assert "rank 0 learns that it was evicted" in result.stdout
     assert result.stdout.count("is back under [1, 1, 1]") == 3

@@ -160,7 +160,8 @@ def test_fleets_one_after_another(ranks: Ranks, layout: EpLayout) -> None:
 
 def ahead(ctx: RankContext, params: FleetParams, problem: Problem, straight: bool) -> Any:
     """Rank 1 sends for the next two steps before rank 0 has read what came home in this one."""
-    fleet, (x, ids, weights) = ctx.fleet(params, [FleetAlgoKnobFaultTolerance()]), ctx.mine(problem)
+    fleet = ctx.fleet(params, [FleetAlgoKnobFaultTolerance(timeout_ms=20_000)])
+    x, ids, weights = ctx.mine(problem)
     got, faults = [], []
     for turn in range(3):
         handles = [routed(fleet, ids, weights) for _ in range(3)]

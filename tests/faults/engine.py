@@ -39,6 +39,8 @@ BUILD_S = 60.0
 """Longest wait for building a Fleet: only a hang takes that long."""
 FOREVER_S = 40.0
 """Longest wait for something that another rank does."""
+UNDISTURBED_MS = 20_000
+"""No rank that lives is silent for so long, however busy the machine is. Deaths are seen at once."""
 
 
 def problem_of(step: int, world: int) -> Problem:
@@ -76,7 +78,7 @@ class Engine:
     Args:
         bootstrap: of the call; keyword arguments ``world`` and ``rank`` replace its own.
         comm: the transport.
-        knob: fields of the fault-tolerance knob.
+        timeout_ms, knob: fields of the fault-tolerance knob.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Engine:
         rank: int | None = None,
         capacity: int | None = None,
         comm: str | CommConfig = "shm",
+        timeout_ms: int = UNDISTURBED_MS,
         **knob: Any,
     ) -> None:
         self.store = bootstrap.tcp_store
@@ -95,7 +98,7 @@ class Engine:
             bootstrap, world_size=world or bootstrap.world_size, rank=bootstrap.rank if rank is None else rank,
             timeout_s=BUILD_S,
         )  # fmt: skip
-        knobs: list[Any] = [FleetAlgoKnobFaultTolerance(**knob)]
+        knobs: list[Any] = [FleetAlgoKnobFaultTolerance(timeout_ms=timeout_ms, **knob)]
         if capacity is not None:
             knobs.append(FleetAlgoKnobTopologyCapacity(capacity))
         params = problem_of(1, self.world).params(layout, max_tokens_per_rank=5)

@@ -52,7 +52,7 @@ def step(fleet: Fleet, ids: list[list[int]], hidden: int = HIDDEN) -> None:
 
 
 def three_steps(bootstrap: BootstrapConfig, params: FleetParams, tolerant: bool) -> dict[str, Any]:
-    knobs = [FleetAlgoKnobFaultTolerance()] if tolerant else []
+    knobs = [FleetAlgoKnobFaultTolerance(timeout_ms=20_000)] if tolerant else []
     with create_fleet(bootstrap, params, knobs, "shm") as fleet:
         assert fleet.stats()["steps"] == 0
         for _ in range(3):
