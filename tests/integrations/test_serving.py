@@ -156,7 +156,7 @@ def test_peers_of_a_rank_that_raises_learn_it_at_once_and_the_next_serving_works
     for rank, (kind, said, took, text) in enumerate(values(fail, where, backend, world_size=3)):
         assert kind == ("ArithmeticError" if rank == 1 else MoEEpPeerError.__name__), said
         assert "no luck" in said and (rank == 1 or "rank 1" in said)
-        assert took < 30
+        assert took < 60, "the time-out"
         assert text == continued(model, rank)
 
 

@@ -28,7 +28,8 @@ PROBLEM = make_problem(0, 3, 5, 4, 2, [3, 2, 4])
 
 def stopped(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:
     """Rank 2 is stopped; the others give the step up; it is continued, and all go on."""
-    fleet, (x, ids, weights) = ctx.fleet(params, timeout_s=1.5), ctx.mine(problem)
+    ctx.meet("all are here")
+    fleet, (x, ids, weights) = ctx.fleet(params, timeout_s=2.5), ctx.mine(problem)
     store, ys = ctx.bootstrap.tcp_store, [step(fleet, x, ids, weights)[1]]
     ctx.meet("all have stepped")
     if ctx.rank == 2:
@@ -48,10 +49,10 @@ def test_a_stopped_rank_is_named_and_may_go_on() -> None:
     for rank in (0, 1):
         error = by_rank[rank][1]
         assert isinstance(error, MoEEpTimeoutError) and error.ranks == (2,), error
-        assert "1.5 s (BootstrapConfig.timeout_s)" in str(error)
+        assert "2.5 s (BootstrapConfig.timeout_s)" in str(error)
         assert "rank 2: its process is stopped" in str(error) and "waits there too" in str(error)
     late = by_rank[2][1]
-    assert isinstance(late, MoEEpPeerError) and late.rank in (0, 1) and "nothing for 1.5 s" in late.reason, late
+    assert isinstance(late, MoEEpPeerError) and late.rank in (0, 1) and "nothing for 2.5 s" in late.reason, late
     for index in range(2):
         check_results(PROBLEM, params, [ys[index] for ys, _ in by_rank])
 
@@ -74,7 +75,9 @@ def test_a_killed_rank_is_named() -> None:
 
 
 def does_not_come(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:
-    fleet, mine = ctx.fleet(params, timeout_s=0.6), ctx.mine(problem)
+    ctx.meet("all are here")
+    fleet, mine = ctx.fleet(params, timeout_s=2.0), ctx.mine(problem)
+    ctx.meet("built")
     error = None if ctx.rank == 0 else caught(lambda: step(fleet, *mine))
     ctx.meet("all have given up")
     return error
