@@ -177,7 +177,7 @@ def test_help_has_examples() -> None:
 def test_the_package_is_a_command() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "moefleet", "doctor", "--json"],
-        capture_output=True, text=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True, text=True, timeout=100, env={"PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["healthy"]

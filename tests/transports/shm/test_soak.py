@@ -19,7 +19,7 @@ def check_flat(fn: Any, *args: Any) -> None:
     """``fn`` returns what there was before, what there is after, and how many steps it ran, if that is known."""
     for _ in range(TRIES):
         more = []
-        for result in shared_pool().run(fn, *args, world_size=3):
+        for result in shared_pool().run(fn, *args, world_size=3, timeout_s=100):
             assert result.error is None, result.error
             (bytes_before, before), (bytes_after, after), steps = result.value
             assert steps in (None, 400)
