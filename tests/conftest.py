@@ -1,4 +1,4 @@
-"""What holds for all tests: Triton's interpreter, garbage, and the time that a test has left."""
+"""What holds for all tests: Triton's interpreter, garbage, random numbers, and the time that a test has left."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ if not torch.cuda.is_available():
 def pytest_collection_finish() -> None:
     """Imported modules are never garbage: each full collection would look at a million of their objects."""
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Each test draws the same numbers, whatever ran before it in this process."""
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)

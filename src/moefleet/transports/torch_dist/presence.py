@@ -17,6 +17,7 @@ from ...fleet.witness import ENDED, seen
 T = TypeVar("T")
 
 _STORE_S = 0.5  # longest wait for the store
+_ASK_S = 2.0  # the same where an error is about to name ranks: a busy store would have it name too many
 WAITS, LEFT = "waits there too", "it has left"
 
 
@@ -42,7 +43,7 @@ class Presence:
     def others(self, round_: int) -> dict[int, str]:
         """For every other rank what is known of it, in words; empty where nothing is."""
         nobody: dict[int, int] = {}
-        waits = _bounded(lambda: self._numbers("waits"), nobody)
+        waits = _bounded(lambda: self._numbers("waits"), nobody, _ASK_S)
         return self._known(self.left(), [peer for peer, number in waits.items() if number >= round_])
 
     def find_gone(self, seconds: float) -> dict[int, str]:
