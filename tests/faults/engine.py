@@ -39,7 +39,7 @@ BUILD_S = 60.0
 """Longest wait for building a Fleet: only a hang takes that long."""
 FOREVER_S = 40.0
 """Longest wait for something that another rank does."""
-UNDISTURBED_MS = 20_000
+UNDISTURBED_MS = 30_000
 """No rank that lives is silent for so long, however busy the machine is. Deaths are seen at once."""
 
 

@@ -21,8 +21,6 @@ pytestmark = pytest.mark.timeout(110)
 
 AT, DEGRADED, LAST = 3, 5, 8
 SILENCE_MS = 4000
-UNDISTURBED_MS = 30_000
-"""Nobody is silent for so long here, however busy the machine is."""
 
 
 def engine_on_nvlink(bootstrap: BootstrapConfig, layout: EpLayout, **options: Any) -> Engine:
@@ -38,9 +36,9 @@ def killed_and_replaced(bootstrap: BootstrapConfig, victim: int, layout: EpLayou
 
     if bootstrap.rank == 3:
         bootstrap.tcp_store.wait(["told/dead"])
-        engine, first = engine_on_nvlink(bootstrap, layout, world=3, rank=victim, timeout_ms=UNDISTURBED_MS), []
+        engine, first = engine_on_nvlink(bootstrap, layout, world=3, rank=victim), []
     else:
-        engine = engine_on_nvlink(bootstrap, layout, world=3, timeout_ms=UNDISTURBED_MS)
+        engine = engine_on_nvlink(bootstrap, layout, world=3)
         engine.serve(AT - 1)
         engine.meet("before")
         if engine.rank == victim:
@@ -101,7 +99,7 @@ def stopped(bootstrap: BootstrapConfig, victim: int, layout: EpLayout) -> tuple[
 
 
 def undisturbed(bootstrap: BootstrapConfig, layout: EpLayout) -> list[Record]:
-    engine = engine_on_nvlink(bootstrap, layout, timeout_ms=UNDISTURBED_MS)
+    engine = engine_on_nvlink(bootstrap, layout)
     engine.serve(LAST)
     engine.meet("end")
     return engine.close()
@@ -124,7 +122,7 @@ def test_stopped_then_readmitted() -> None:
 
 def one_goes_to_a_round(bootstrap: BootstrapConfig) -> list[Record]:
     """Rank 0 calls for a round by itself: the step in which rank 1 waits for it ends at once, and nobody is accused."""
-    engine = engine_on_nvlink(bootstrap, EpLayout.FLAT, timeout_ms=UNDISTURBED_MS)
+    engine = engine_on_nvlink(bootstrap, EpLayout.FLAT)
     engine.serve(AT - 1)
     if engine.rank == 0:
         time.sleep(0.3)
@@ -148,7 +146,7 @@ def test_a_rank_in_a_round_is_not_waited_for() -> None:
 
 def left_and_masked_by_hand(bootstrap: BootstrapConfig) -> list[Record]:
     """Rank 2 destroys its Fleet; rank 1 is masked and taken back by hand, alike on the others."""
-    engine = engine_on_nvlink(bootstrap, EpLayout.EXPERT_MAJOR, timeout_ms=UNDISTURBED_MS, renormalize=True)
+    engine = engine_on_nvlink(bootstrap, EpLayout.EXPERT_MAJOR, renormalize=True)
     engine.serve(AT - 1)
     engine.meet("before")
     if engine.rank == 2:
