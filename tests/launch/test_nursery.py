@@ -120,7 +120,7 @@ def test_nothing_is_left(forked: RankPool) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with RankPool(1) as other:
         pids = nursery_of(other), other.run(pid_of)[0].value
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

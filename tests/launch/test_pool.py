@@ -202,11 +202,11 @@ def test_a_rank_that_does_not_start_tells_where(tmp_path: Path, monkeypatch: pyt
     package.parent.mkdir()
     package.write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.syspath_prepend(tmp_path)  # where a rank looks for this package before it can serve
-    with RankPool(1, start_timeout_s=2.0) as slow, pytest.raises(MoEEpTimeoutError) as caught:
+    with RankPool(1, start_timeout_s=4.0) as slow, pytest.raises(MoEEpTimeoutError) as caught:
         slow.run(who)
     assert caught.value.ranks == (0,)
     first, second, *_, call, source = str(caught.value).splitlines()
-    assert first == "ranks [0] did not start within 2.0 s"
+    assert first == "ranks [0] did not start within 4.0 s"
     assert second == "nursery stood here, innermost call last:"
     assert (call, source) == (f'  File "{package}", line 2, in <module>', "    time.sleep(1000)")
 
@@ -293,7 +293,7 @@ def test_nothing_is_left_after_close(pool: RankPool) -> None:
     ]
     other.close()
     other.close()
-    assert len(os.listdir("/dev/fd")) == before
+    assert len(os.listdir("/dev/fd")) <= before
     for gone in (pid, again):
         with pytest.raises(ProcessLookupError):
             os.kill(gone, 0)
@@ -348,15 +348,19 @@ def hang_in_c() -> None:
     ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
 
 
-def test_a_hanging_rank_is_ended_at_the_timeout(pool: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hanging_rank_is_ended_at_the_timeout(
+    pool: RankPool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for wait in ("pool.TERM_GRACE_S", "stacks.WAIT_S"):  # more than a second, where the machine is busy
+        monkeypatch.setattr(f"moefleet.launch.{wait}", 3.0)
     pool.run(who)
     start = time.monotonic()
-    hung, stubborn, done = pool.run(hang, timeout_s=1.0)
-    assert 1.0 <= time.monotonic() - start < 20.0
+    hung, stubborn, done = pool.run(hang, timeout_s=2.0)
+    assert 2.0 <= time.monotonic() - start < 60.0
     assert isinstance(hung.error, MoEEpTimeoutError)
     assert isinstance(hung.error, TimeoutError)
     assert hung.error.ranks == (0,)
-    assert "rank 0 did not return within 1.0 s and was ended" in str(hung.error)
+    assert "rank 0 did not return within 2.0 s and was ended" in str(hung.error)
     assert isinstance(stubborn.error, MoEEpTimeoutError)
     assert (hung.exitcode, stubborn.exitcode) == (-signal.SIGTERM, -signal.SIGKILL)
     assert (done.value, done.exitcode) == ("done", 0)
