@@ -18,7 +18,8 @@ import torch
 
 from moefleet.config import BootstrapConfig
 from moefleet.errors import MoEEpError
-from moefleet.launch import RankPool, pool
+from moefleet.launch import RankPool, pool, process
+from moefleet.launch.nursery import Forked
 from tests.launch.test_launch import linux_only, read_pids, running, wait_until_gone
 
 pytestmark = [pytest.mark.timeout(120), linux_only]
@@ -113,6 +114,34 @@ def test_ranks_end_with_their_nursery_and_the_next_call_has_another(
         assert result.exitcode == -signal.SIGKILL
     wait_until_gone(int(capsys.readouterr().out.split()[-1]), nursery)
     assert nursery_of(forked) != nursery
+
+
+def stop_the_nursery(bootstrap: BootstrapConfig) -> None:
+    if bootstrap.rank == 0:
+        os.kill(os.getppid(), signal.SIGSTOP)
+    time.sleep(1000)
+
+
+def test_ranks_of_a_nursery_that_is_stopped_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in pool, process:
+        monkeypatch.setattr(room, "KILL_GRACE_S", 3.0)
+    with RankPool(2) as ranks:
+        nursery, pids = nursery_of(ranks), [result.value for result in ranks.run(pid_of)]
+        assert [result.exitcode for result in ranks.run(stop_the_nursery, timeout_s=1.0)] == [-signal.SIGKILL] * 2
+        wait_until_gone(nursery, *pids)
+        assert nursery_of(ranks) != nursery
+
+
+def test_a_long_path_is_no_longer_in_the_way_than_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, *(f"/no/such/folder/{'x' * 200}/{number}" for number in range(5000))])
+    with RankPool(1) as ranks:
+        assert ranks.run(pid_of)[0].value > 0
+
+
+def test_the_pid_of_a_forked_rank_is_known_while_it_runs(forked: RankPool) -> None:
+    pids = [result.value for result in forked.run(pid_of)]
+    found = [rank._process for rank in forked._ranks.values()]
+    assert [each.pid for each in found if isinstance(each, Forked)] == pids
 
 
 def test_nothing_is_left(forked: RankPool) -> None:

@@ -234,6 +234,7 @@ class HalvesHandle(Handle, Generic[F, S]):
         if self._open is not None:
             self._fleet.failed_steps += 1
             self._fleet.steps.fail(self._open.step, error)
+            self._open.result = None
         self._open, self._phase = None, Phase.IDLE
 
     def _start(self, params: DispatchInputParams) -> tuple[S, torch.Tensor, torch.Tensor | None]:

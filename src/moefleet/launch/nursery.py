@@ -25,7 +25,7 @@ from .rank import answer, die_with
 from .wire import Fate, Reply, Said, dumps, frame
 
 ORDER = struct.Struct("!QQ")  # the number of a process; the signal that it shall get, or FORK
-FORK = 0
+FORK = 1 << 32
 DESCRIPTORS = 4  # of a process: see Start in interpreter.py
 ORDER_S = 10.0  # until one that does not take orders gets no more
 FOR_ITS_RANKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -97,13 +97,19 @@ class Forked:
     """A process of the nursery, as ``subprocess.Popen`` shows one. Only its parent, which reaps it, signals it."""
 
     def __init__(self, nursery: Nursery, number: int) -> None:
-        self._nursery, self._number = nursery, number
-        self.pid = 0  # until it is known
+        self._nursery, self._number, self._pid = nursery, number, 0
         self.returncode: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """0 until it is known."""
+        if not self._pid:
+            self.poll()
+        return self._pid
 
     def poll(self) -> int | None:
         if self.returncode is None and (fate := self._nursery.fate_of(self._number)) is not None:
-            self.pid, self.returncode = fate.pid, fate.exitcode
+            self._pid, self.returncode = fate.pid, fate.exitcode
         return self.returncode
 
     def send_signal(self, sig: int, /) -> None:

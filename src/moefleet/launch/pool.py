@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from ..errors import config_error
 from .interpreter import module_path
 from .nursery import Nursery
-from .process import TERM_GRACE_S, RankProcess, ask_where_they_stand, end, pump, wait_until_started
+from .process import KILL_GRACE_S, TERM_GRACE_S, RankProcess, ask_where_they_stand, end, pump, wait_until_started
 from .results import RankResult, raise_if_unusable, result_of
 from .wire import Call, dumps
 
@@ -78,7 +78,7 @@ class RankPool:
 
     A rank starts with the first call that needs it. One that died, or was ended at a timeout, starts anew with the
     next such call, with the environment of that time; but what libraries look up as they are loaded with torch (such as
-    OpenBLAS its variables) is of the pool's first start. A rank that raised stays.
+    OpenBLAS its variables), and limits, umask and priority, are of the pool's first start. A rank that raised stays.
 
     Args:
         world_size: the most ranks of a call.
@@ -130,7 +130,7 @@ class RankPool:
                 rank.send(GOODBYE)
             pump(ranks, RankProcess.has_ended, time.monotonic() + GOODBYE_GRACE_S)
         finally:
-            end(ranks)
+            self._end(ranks)
             self._end_nursery()
             self._ranks.clear()
             self._store = None
@@ -163,9 +163,9 @@ class RankPool:
                 rank.send(Call(rank.rank, world_size, prefix, timeout_s, module_path(), last), payload)
             late = pump(ranks, is_done, time.monotonic() + timeout_s)
             ask_where_they_stand(late)
-            end(late, grace_s=TERM_GRACE_S)
+            self._end(late, grace_s=TERM_GRACE_S)
         except BaseException:
-            end([rank for rank in ranks if rank.reply is None])
+            self._end([rank for rank in ranks if rank.reply is None])
             raise
         return [result_of(rank, timeout_s if rank in late else None, last) for rank in ranks]
 
@@ -189,7 +189,7 @@ class RankPool:
                 if rank.reply is not None:
                     raise_if_unusable(rank.rank, *rank.reply)
         except BaseException:
-            end(new)
+            self._end(new)
             raise
         return [self._ranks[number] for number in range(world_size)]
 
@@ -209,6 +209,12 @@ class RankPool:
             raise
         if not self._forks:
             self._end_nursery()
+
+    def _end(self, ranks: list[RankProcess], *, grace_s: float = 0.0) -> None:
+        end(ranks, grace_s=grace_s)
+        if self._nursery is not None and not all(rank.has_ended() for rank in ranks):
+            self._end_nursery()  # it takes no orders, as one that is stopped cannot; what it forked ends with it
+            pump(ranks, RankProcess.has_ended, time.monotonic() + KILL_GRACE_S)
 
     def _end_nursery(self) -> None:
         if self._nursery is not None:

@@ -47,7 +47,7 @@ class PythonProcess:
         self.name, self.ranks = name, ranks
         self._too_late = False
         self._inbox = Inbox()
-        self._outbox: list[memoryview] = []
+        self._outbox: list[memoryview] = [memoryview(first)] if first else []
         self._reply: tuple[Reply, Buffer] | None = None
         with ExitStack() as ours, ExitStack() as theirs:
             self._stacks = stacks.Stacks()
@@ -62,7 +62,6 @@ class PythonProcess:
                 theirs.callback(os.close, ends[stream])
                 pipe = ours.enter_context(open(reading, "rb", buffering=0))
                 self._outputs.append(PrefixedOutput(pipe, f"[{name}] ", stream))
-            self._control.sendall(first)
             self._control.setblocking(False)
             self._process = start(control.fileno(), ends["stdout"], ends["stderr"], self._stacks.fileno())
             ours.pop_all()

@@ -46,6 +46,7 @@ typedef struct {
     int64_t flags[OPERATIONS][SETS];   /* word of a segment that commits a phase */
     int64_t headers[OPERATIONS][SETS]; /* where its header is in a segment */
     int64_t generation, early;         /* early: whether ranks wait for routing alone, before they place rows */
+    int64_t tolerant;                  /* whether a step may end without some ranks, whose memory then changes */
     double spin_s;                     /* how long commits are looked for, in time of the thread's own */
     double *waited;                    /* [W] seconds waited for each rank, since construction */
     int64_t *said_tokens, *said_placed; /* [W] what the ranks said that were collected last */

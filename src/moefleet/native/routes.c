@@ -217,7 +217,9 @@ static int64_t count(const Fleet *fleet, Inbox *inbox, int64_t set)
 int64_t moefleet_arrive(const Fleet *fleet, Inbox *inbox, int64_t set, const int64_t *tokens, const int64_t *placed,
                         int64_t topk)
 {
-    int counted = fleet->layout == EXPERT_MAJOR && !fleet->scale_bytes; /* scales are fetched, row by row */
+    /* Scales are fetched, row by row; and where others may go on without this rank, their routing may be another by the
+       time that combine enters the rows. */
+    int counted = fleet->layout == EXPERT_MAJOR && !fleet->scale_bytes && !fleet->tolerant;
     memcpy(inbox->placed, placed, (size_t)fleet->world * 8);
     for (int64_t source = 0; source < fleet->world; source++) {
         inbox->brought[source] = tokens[source] < 0 ? 0 : tokens[source] < fleet->most ? tokens[source] : fleet->most;

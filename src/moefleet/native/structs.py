@@ -38,7 +38,7 @@ class FleetStruct(ctypes.Structure):
         ("stream_bytes", c_int64),
         ("ties_away", c_int64),
         ("flags", _Each * OPERATIONS), ("headers", _Each * OPERATIONS),
-        ("generation", c_int64), ("early", c_int64),
+        ("generation", c_int64), ("early", c_int64), ("tolerant", c_int64),
         ("spin_s", c_double),
         ("waited", c_void_p), ("said_tokens", c_void_p), ("said_placed", c_void_p),
     )  # fmt: skip

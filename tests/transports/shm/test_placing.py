@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -13,9 +14,13 @@ from moefleet import (
     DispatchInputParams,
     EpLayout,
     Fleet,
+    FleetAlgoKnobFaultTolerance,
+    FleetParams,
     HandleAlgoKnobTopKWeights,
     HandleParams,
     MoEEpPeerError,
+    ShmConfig,
+    create_fleet,
 )
 from moefleet.transports.shm.buffers import BufferSet
 from moefleet.transports.shm.fleet import ShmFleet
@@ -145,3 +150,44 @@ def test_a_peer_that_served_other_tokens(layout: EpLayout) -> None:
     for rank in (0, 2):
         assert outcomes[rank].error is None, outcomes[rank].error
         assert outcomes[rank].value == "rank 1 in combine of step 1: it served other tokens than this rank brought"
+
+
+def rows_of(number: int) -> torch.Tensor:
+    return torch.arange(MOST * HIDDEN, dtype=torch.float32).view(MOST, HIDDEN) + 1000 * number
+
+
+def gone_on(bootstrap: BootstrapConfig) -> torch.Tensor | None:
+    """Rank 0 goes on without rank 1, which has two steps open, and writes other routing to the memory of the first."""
+    store, rank = bootstrap.tcp_store, bootstrap.rank
+    assert store is not None
+    params = FleetParams(EXPERTS, MOST, HIDDEN, 4, max_topk=2)
+    knobs, config = [FleetAlgoKnobFaultTolerance(timeout_ms=2500)], ShmConfig(place_bytes=0)
+    per_rank = EXPERTS // W
+    to_rank_1, to_rank_0 = (torch.tensor([[first, first + 1]] * MOST) for first in (per_rank, 0))
+    weights = [HandleAlgoKnobTopKWeights(torch.ones(MOST, 2))]
+    with create_fleet(bootstrap, params, knobs, config) as fleet:
+        handles = [fleet.create_handle(HandleParams(to_rank_1), weights) for _ in range(2)]
+        outs = [handle.dispatch(DispatchInputParams([rows_of(rank)])) for handle in handles]
+        combined = CombineInputParams([outs[0].expert_tensors.clone()])
+        if rank > 0:
+            store.wait(["written"])
+            y = handles[0].combine(combined).x
+        else:
+            y = handles[0].combine(combined).x
+            third = fleet.create_handle(HandleParams(to_rank_0), weights)
+            third.dispatch(DispatchInputParams([rows_of(9)]))
+            store.set("written", "")
+        found = None if rank == 0 or fleet.query_fault() else y
+        store.add("done", 1)
+        while store.add("done", 0) < W:
+            time.sleep(0.01)
+        return found
+
+
+def test_rows_of_a_rank_that_others_went_on_without_are_those_of_its_step() -> None:
+    """It enters rows for who still waits for them by the routing that they came with."""
+    outcomes = shared_pool().run(gone_on, world_size=W)
+    assert [outcome.error for outcome in outcomes] == [None] * W
+    y = outcomes[2].value
+    assert y is not None, "rank 2 saw no fault"
+    torch.testing.assert_close(y, 2 * rows_of(2))

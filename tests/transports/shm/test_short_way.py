@@ -403,6 +403,24 @@ def test_a_rank_that_left(layout: EpLayout) -> None:
 # Handles that are made for one step each, as a layer makes them.
 
 
+def test_a_given_result_is_let_go_by_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fleet_of(ALONE) as fleet:
+        handle, given = warm(fleet), torch.empty(T, HIDDEN)
+        assert fleet.whole is not None
+
+        def interrupted(*args: Any) -> int:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(fleet.whole, "combine_call", interrupted)
+        rows = handle.dispatch(DispatchInputParams([X])).expert_tensors
+        with pytest.raises(KeyboardInterrupt):
+            handle.combine(CombineInputParams([rows], out=given))
+        handle.destroy()
+        gone = weakref.ref(given)
+        del given
+        assert gone() is None
+
+
 def once(fleet: Fleet, number: int, *knobs: HandleAlgoKnob) -> torch.Tensor:
     ids, weights, _ = routing(number)
     with fleet.create_handle(HandleParams(ids), [HandleAlgoKnobTopKWeights(weights), *knobs]) as handle:

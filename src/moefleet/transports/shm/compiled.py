@@ -39,7 +39,7 @@ class NativeInbox(Inbox):
             "placed": np.zeros(world_size, np.int64),
             "bounds": np.zeros(world_size + 1, np.int64),
             "token": np.empty(most, np.int32),
-            "bag": np.empty(most + 1 if entries else 1, np.int64),
+            "bag": np.empty(most + 1, np.int64),
             "position": np.empty(entries, np.int64),
             "weight": np.empty(entries, np.float32),
             "expert_rows": np.zeros(num_local, np.int64),

@@ -48,7 +48,7 @@ class QuickFlags:
             for step in range(SETS):
                 fleet.flags[phase][step] = flag_word(phase, step)
                 fleet.headers[phase][step] = SegmentLayout.header(phase.phase, step)
-        fleet.generation, fleet.early = generation, early
+        fleet.generation, fleet.early, fleet.tolerant = generation, early, faults.tolerant
         fleet.spin_s = min(waiter.spin_s, MOST_SPIN_S)
         fleet.waited = waiter.waited_s.ctypes.data
         fleet.said_tokens, fleet.said_placed = map(ctypes.addressof, (self.tokens, self.placed))

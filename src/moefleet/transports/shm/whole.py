@@ -24,8 +24,8 @@ from ...tensors import is_plain
 from .compiled import NativeInbox, NativeMoves
 from .moves import Routing
 
-MOST_SHAPES = 64
-"""Of handles that have left something: prompts have any number of tokens."""
+MOST_SHAPES = 16
+"""Of handles that have left something, the last used: prompts have any number of tokens."""
 
 
 class Reached(enum.IntEnum):
@@ -47,7 +47,7 @@ class Part:
         scaled: whether scales go with the tokens.
         sent, sent_types: shape and type of tokens for which the struct is good, if they are plain; no type: none are.
         made, made_types: the same of experts' rows.
-        home: a tensor like the sums, ``[T, H]``, whose memory is not used: nothing makes another as quickly.
+        home: a tensor like the sums, ``[T, H]``, without their memory: nothing makes another as quickly.
     """
 
     __slots__ = ("address", "fleet", "home", "inbox", "made", "made_types", "scaled", "sent", "sent_types", "struct")
@@ -72,7 +72,7 @@ class Part:
         """The same of experts' rows that were just given back."""
         plain = is_plain(rows, rows.shape, (rows.dtype,), rows.device)
         self.made, self.made_types = rows.shape, (rows.dtype,) if plain else ()
-        self.home = torch.empty(self.struct.count, rows.shape[-1], dtype=rows.dtype)
+        self.home = torch.empty(1, dtype=rows.dtype).expand(self.struct.count, rows.shape[-1])
 
 
 class Known(list[Any]):
@@ -120,12 +120,12 @@ class WholePhases:
 
     def leave(self, handle: object, shape: torch.Size) -> None:
         """Keep what ``handle`` knew, which goes. Of a shape that had none before only the shape is noted."""
-        known = self.known.pop(handle, None)
-        if shape not in self.left and len(self.left) == MOST_SHAPES:
-            self.left.clear()
-        left = self.left.setdefault(shape, [])
+        known, left = self.known.pop(handle, None), self.left.pop(shape, [])
         if known is not None and len(left) < SETS:
             left.append(known)
+        self.left[shape] = left
+        if len(self.left) > MOST_SHAPES:
+            del self.left[next(iter(self.left))]
 
     def dispatch(
         self,
