@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ class Here:
 
 
 @contextmanager
-def ranks_at_hand(world_size: int, *, threads_per_rank: int) -> Iterator[Any]:
+def ranks_at_hand(world_size: int, *, threads_per_rank: int, preload: Sequence[str] = ()) -> Iterator[Any]:
     """The unmodified model runs here, and ranks are the shared ones; they have transformers."""
     assert threads_per_rank == (2 if world_size == 1 else 1), "as many threads as all ranks have, and one each"
     yield Here() if world_size == 1 else Pooled(world_size)

@@ -32,7 +32,7 @@ def generate(*options: str) -> Any:
     return CliRunner().invoke(app, ["generate", "--model", str(MODEL), *options])
 
 
-def on_shared_ranks(fn: Any, world_size: int, *, args: tuple[Any, ...], timeout_s: float) -> list[RankResult]:
+def on_shared_ranks(fn: Any, world_size: int, *, args: tuple[Any, ...], timeout_s: float, **_: Any) -> list[RankResult]:
     """As ``launch``, on ranks that have transformers."""
     return shared_pool().run(fn, *args, timeout_s=timeout_s, world_size=world_size)
 

@@ -132,6 +132,24 @@ def test_ranks_of_a_nursery_that_is_stopped_end_with_it(monkeypatch: pytest.Monk
         assert nursery_of(ranks) != nursery
 
 
+def loaded(bootstrap: BootstrapConfig, name: str) -> tuple[int, bool]:
+    return os.getppid(), name in sys.modules
+
+
+@pytest.mark.parametrize("threads", [False, True], ids=["quiet", "starts_threads"])
+def test_modules_that_are_imported_before(threads: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+    (tmp_path / "moefleet_test_long.py").write_text(start if threads else "")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("moefleet_no_such_module", "moefleet_test_long")
+    with RankPool(2, preload=names) as ranks:
+        found = [result.value for result in ranks.run(loaded, names[1])]
+    if threads:
+        assert found == [(os.getpid(), False)] * 2, "ranks are new interpreters"
+    else:
+        assert {pid for pid, _ in found} != {os.getpid()} and all(there for _, there in found)
+
+
 def test_a_long_path_is_no_longer_in_the_way_than_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, *(f"/no/such/folder/{'x' * 200}/{number}" for number in range(5000))])
     with RankPool(1) as ranks:

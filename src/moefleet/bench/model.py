@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import BootstrapConfig
+from ..demo.run import PRELOAD
 from ..errors import MoEEpNotBuiltError, MoEEpUnknownBackendError, config_error
 from ..fleet import available_backends, probe
 from ..launch import RankPool
@@ -124,7 +125,7 @@ def measure(plan: ModelPlan, on_tick: Callable[[ModelCase], None] = lambda case:
         threads, alone_threads = plan.threads_of(together[0][0])
         with (
             ranks(1, threads_per_rank=alone_threads) as alone,
-            ranks(world, threads_per_rank=threads) as spread,
+            ranks(world, threads_per_rank=threads, preload=PRELOAD) as spread,
         ):
             for case, transports in together:
                 yield _measure_case(plan, case, transports, alone, spread, on_tick)

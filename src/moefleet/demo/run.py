@@ -29,6 +29,10 @@ MOST_TOKENS = 1024
 """Of a prompt and its continuation: the shipped model's ``max_position_embeddings``."""
 
 
+PRELOAD = ("moefleet.integrations.transformers", "transformers.modeling_utils", "transformers.generation.utils")
+"""What takes ranks of a model long to import."""
+
+
 def run(
     prompts: tuple[str, ...], world: int, max_new_tokens: int, layout: EpLayout, transport: str, timeout_s: float
 ) -> Report:
@@ -57,7 +61,10 @@ def run(
             job = Job(ids, max_new_tokens, layout, transport, timeout_s / 2, listener.port)
             with torch_warnings_off():
                 # One thread each: for so small a model more are slower.
-                results = launch(continue_prompts, world, args=(job,), timeout_s=timeout_s, threads_per_rank=1)
+                results = launch(
+                    continue_prompts, world, args=(job,), timeout_s=timeout_s, threads_per_rank=1,
+                    preload=(*PRELOAD, "transformers.models.qwen3_moe.modeling_qwen3_moe"),
+                )  # fmt: skip
             reports = values_of(results)
         return compare(job, reports, alone.continue_alone(job, checked), prompts, tokenizer.decode)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from ..demo.run import require_transformers, torch_warnings_off, values_of
+from ..demo.run import PRELOAD, require_transformers, torch_warnings_off, values_of
 from ..errors import config_error
 from ..launch import launch
 from ..launch.devices import require_device
@@ -89,7 +89,7 @@ def run(
 
     if not prompts:
         raise config_error("--prompt", "none", "at least one", "give --prompt or --file")
-    _, config = model_class_of(job.model)
+    model_class, config = model_class_of(job.model)
     texts = Texts(Path(job.model), chat=chat)
     ids = tuple(texts.encode(prompt) for prompt in prompts)
     check_lengths(ids, job.max_new_tokens, getattr(config, "max_position_embeddings", None))
@@ -103,7 +103,9 @@ def run(
         port, secret = (receiver.port, receiver.secret) if on_text is not None else (0, "")
         # Half of the time, so that a rank can still say whom it waited for.
         told = replace(job, prompts=ids, timeout_s=timeout_s / 2, port=port, secret=secret)
-        results: Any = launch(write_prompts, world, args=(told,), timeout_s=timeout_s)
+        results: Any = launch(
+            write_prompts, world, args=(told,), timeout_s=timeout_s, preload=(*PRELOAD, model_class.__module__)
+        )
     ranks: tuple[RankReport, ...] = tuple(cast(Any, values_of(results)))
     written = {number: tokens for rank in ranks for number, tokens in rank.texts.items()}
     tokens = tuple(written[number] for number in range(len(prompts)))

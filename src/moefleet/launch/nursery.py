@@ -39,15 +39,21 @@ class Nursery(PythonProcess):
         threads: the size of OpenMP's and OpenBLAS's thread pools in each process that it forks.
         life: a module with ``serve(control, stream)``, which returns the exit code: what such a process does.
         ranks: those that wait for it, for the error where it does not start.
+        preload: modules to import first; one that cannot be imported is left to the ranks.
         variables: of its environment, besides this process's.
     """
 
     def __init__(
-        self, threads: int, life: str = "moefleet.launch.rank", ranks: Sequence[int] = (), **variables: str
+        self,
+        threads: int,
+        life: str = "moefleet.launch.rank",
+        ranks: Sequence[int] = (),
+        preload: Sequence[str] = (),
+        **variables: str,
     ) -> None:
         self._numbers = itertools.count()
         self._fates: dict[int, Fate] = {}
-        start = interpreter(environment_for(threads) | variables, __name__, life)
+        start = interpreter(environment_for(threads) | variables, __name__, life, *preload)
         super().__init__("nursery", start, dumps(module_path()), ranks)
 
     def can_fork(self) -> bool:
@@ -120,11 +126,14 @@ class Forked:
 # In its process.
 
 
-def serve(control: socket.socket, stream: BinaryIO, life: str) -> int:
+def serve(control: socket.socket, stream: BinaryIO, life: str, *preload: str) -> int:
     """Fork, signal and reap as ordered. Returns in the forked processes only: the exit code of each."""
     import numpy.random  # here, as who only starts ranks has no need of it
 
     main = import_module(life).serve
+    for name in preload:
+        with suppress(ImportError):
+            import_module(name)
     if has_threads():
         return answer(stream, Reply(Said.UNUSABLE, "threads run that a fork would leave behind"), b"").exitcode
     gc.freeze()

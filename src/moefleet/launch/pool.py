@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -38,6 +38,7 @@ def launch(
     timeout_s: float = 60.0,
     threads_per_rank: int | None = None,
     start_timeout_s: float = 120.0,
+    preload: Sequence[str] = (),
 ) -> list[RankResult]:
     """Run ``fn(bootstrap, *args)`` on ``world_size`` ranks, each a new process of this machine.
 
@@ -59,6 +60,8 @@ def launch(
         threads_per_rank: size of torch's and OpenMP's thread pools; ``None`` divides this process's cores.
         start_timeout_s: seconds for all ranks to start Python, torch and the script. Then the error has the stacks of
             those that did not.
+        preload: names of modules that fn imports and that take long: where ranks are forked they are imported once,
+            before. One that starts threads makes every rank a new interpreter.
 
     Returns:
         One result per rank, in rank order, after every process has ended.
@@ -69,7 +72,9 @@ def launch(
         MoEEpTimeoutError: the ranks did not start in time.
         MoEEpError: a rank died before it could run fn.
     """
-    with RankPool(world_size, threads_per_rank=threads_per_rank, start_timeout_s=start_timeout_s) as pool:
+    with RankPool(
+        world_size, threads_per_rank=threads_per_rank, start_timeout_s=start_timeout_s, preload=preload
+    ) as pool:
         return pool._run(fn, args, timeout_s, world_size, last=True)
 
 
@@ -82,13 +87,20 @@ class RankPool:
 
     Args:
         world_size: the most ranks of a call.
-        threads_per_rank, start_timeout_s: as for :func:`launch`.
+        threads_per_rank, start_timeout_s, preload: as for :func:`launch`.
 
     Raises:
         MoEEpConfigError: an argument is out of range, or the script has no ``__main__`` guard.
     """
 
-    def __init__(self, world_size: int, *, threads_per_rank: int | None = None, start_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        threads_per_rank: int | None = None,
+        start_timeout_s: float = 120.0,
+        preload: Sequence[str] = (),
+    ) -> None:
         refuse_while_importing_main()
         check_count("world_size", world_size)
         if threads_per_rank is None:
@@ -96,7 +108,7 @@ class RankPool:
         check_count("threads_per_rank", threads_per_rank)
         check_seconds("start_timeout_s", start_timeout_s)
         self.world_size, self.threads_per_rank = world_size, threads_per_rank
-        self._start_timeout_s = start_timeout_s
+        self._start_timeout_s, self._preload = start_timeout_s, tuple(preload)
         self._ranks: dict[int, RankProcess] = {}
         self._forks = FORKS
         self._nursery: Nursery | None = None
@@ -200,7 +212,7 @@ class RankPool:
         """See to it that there is a nursery which can fork, unless this pool's ranks start without one."""
         if not self._forks or (self._nursery is not None and not self._nursery.has_ended()):
             return
-        self._nursery = Nursery(self.threads_per_rank, ranks=missing)
+        self._nursery = Nursery(self.threads_per_rank, ranks=missing, preload=self._preload)
         try:
             wait_until_started([self._nursery], self._start_timeout_s, deadline)
             self._forks = self._nursery.can_fork()

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -41,10 +41,13 @@ def reports() -> bool:
     return not under_torchrun() or os.environ["RANK"].strip() == "0"
 
 
-def ranks(world_size: int, *, threads_per_rank: int | None = None) -> RankPool | TorchrunPool:
+def ranks(
+    world_size: int, *, threads_per_rank: int | None = None, preload: Sequence[str] = ()
+) -> RankPool | TorchrunPool:
     """Where calls run: on torchrun's ranks in a process that is one of them, else on ranks that are started here."""
-    kind = TorchrunPool if under_torchrun() else RankPool
-    return kind(world_size, threads_per_rank=threads_per_rank)
+    if under_torchrun():
+        return TorchrunPool(world_size, threads_per_rank=threads_per_rank)
+    return RankPool(world_size, threads_per_rank=threads_per_rank, preload=preload)
 
 
 def first_says(fn: Callable[[], T]) -> T:
