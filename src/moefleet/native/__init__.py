@@ -2,9 +2,9 @@
 
 It is optional. Transports and kernels do the same in numpy and torch where the helper cannot be had, or
 ``MOEFLEET_NATIVE=0`` says that it is not wanted. ``routes.c`` and ``push.c`` hold the movements of a step of shm,
-``flags.c`` its commits, ``phases.c`` both in one call; ``bags.c`` is about rows of any table; ``rows.c`` copies, sums;
-``experts.c`` is what experts make of few rows. ``build.py`` compiles them once into the user's cache folder;
-``structs.py`` mirrors what C and Python share.
+``pages.c`` their memory, ``flags.c`` its commits, ``phases.c`` both in one call; ``bags.c`` is about rows of any
+table; ``rows.c`` copies, sums; ``experts.c`` is what experts make of few rows. ``build.py`` compiles them once into
+the user's cache folder; ``structs.py`` mirrors what C and Python share.
 """
 
 from __future__ import annotations

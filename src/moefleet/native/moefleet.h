@@ -34,6 +34,7 @@ typedef struct {
     int64_t bound[SETS];               /* the same: rows that are bound for each expert, and tokens for each rank */
     int64_t made[SETS], landing[SETS]; /* where rows are placed: in a segment; made in EXPERT_MAJOR only */
     Sent sent[SETS];       /* EXPERT_MAJOR, where rows are placed */
+    int64_t *gathered;     /* [SETS, 2, L] bytes of an expert's rows, and of what it made of them, in huge pages */
     int64_t pushed[SETS];  /* whether this rank placed its rows in the last step of a set */
     int64_t used[SETS];    /* slots of our own that hold ids, from the front */
     const int64_t *local;  /* [E+1] local index of an expert, -1 if it is elsewhere */
@@ -150,6 +151,9 @@ void moefleet_gather(Fleet *fleet, const Inbox *inbox, int64_t set);
 int64_t moefleet_give(const Fleet *fleet, Inbox *inbox, int64_t set, int64_t type, const char *rows, int64_t pitch);
 int64_t moefleet_sum(Fleet *fleet, int64_t set, int64_t type, const int32_t *ids, int64_t count, int64_t topk,
                      const uint8_t *present, const int64_t *placed, char *to);
+
+/* pages.c */
+void moefleet_gather_pages(Fleet *fleet, int64_t set, const int32_t *counts);
 
 /* rows.c */
 int streams(const Fleet *fleet, int64_t bytes, const void *to);

@@ -270,6 +270,8 @@ void moefleet_gather(Fleet *fleet, const Inbox *inbox, int64_t set)
         fleet->rows_received[source] += inbox->bounds[source + 1] - inbox->bounds[source];
     for (int64_t expert = 0; expert < fleet->locals; expert++)
         fleet->expert_rows[expert] += inbox->expert_rows[expert];
+    if (fleet->layout == EXPERT_MAJOR && inbox->rows == segment(fleet, fleet->rank) + fleet->landing[set])
+        moefleet_gather_pages(fleet, set, inbox->counts);
 }
 
 /* Put the experts' rows where their tokens' ranks find them: in EXPERT_MAJOR the weighted sum of each token's.

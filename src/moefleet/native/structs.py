@@ -30,7 +30,7 @@ class FleetStruct(ctypes.Structure):
         ("ids", _Each), ("weights", _Each), ("offsets", _Each), ("scales", _Each), ("tokens", _Each),
         ("combined", _Each),
         ("bound", _Each),
-        ("made", _Each), ("landing", _Each), ("sent", SentStruct * SETS), ("pushed", _Each),
+        ("made", _Each), ("landing", _Each), ("sent", SentStruct * SETS), ("gathered", c_void_p), ("pushed", _Each),
         ("used", _Each),
         ("local", c_void_p),
         ("owner", c_void_p), ("slot", c_void_p), ("next", c_void_p), ("stamp", c_void_p),

@@ -12,7 +12,7 @@ import torch
 from ...config import EpLayout, FleetParams
 from ...native import FleetStruct, InboxStruct, SentStruct
 from ...placement import Placement
-from ...substrate.control import as_bits
+from ...substrate.control import SETS, as_bits
 from ...substrate.inbox import Inbox
 from ...substrate.memory import AddressRange
 from ...substrate.native_gather import STREAM_BYTES, TYPE_CODES, dense, ties_go_away
@@ -76,6 +76,8 @@ class NativeMoves(Moves[NativeInbox]):
 
     Attributes:
         struct, address: what the helper knows of this Fleet.
+        gathered: ``[2, 2, L]``: of each set, how many bytes of an expert's rows and of what it made of them are in huge
+            pages, where the kernel has any.
     """
 
     in_c = True
@@ -96,6 +98,7 @@ class NativeMoves(Moves[NativeInbox]):
         self._expert_rows = np.zeros(num_local, np.int64)
         slot, stamp = self._slots(placement), np.empty(params.num_experts, np.int64)
         next_ = np.empty(max(params.num_experts, world), np.int64)
+        self.gathered = np.zeros((SETS, 2, num_local), np.int64)
         self._kept: list[npt.NDArray[Any]] = [slot, next_, stamp]
         self._tokens_type = ctypes.c_int64 * world
         self.struct = FleetStruct(
@@ -123,6 +126,7 @@ class NativeMoves(Moves[NativeInbox]):
             made=layout.made or (0, 0),
             landing=layout.landing or (0, 0),
             sent=tuple(self._notes(params) for _ in layout.made),
+            gathered=self.gathered.ctypes.data,
             slot=slot.ctypes.data,
             next=next_.ctypes.data,
             stamp=stamp.ctypes.data,

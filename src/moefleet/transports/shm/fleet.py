@@ -45,8 +45,8 @@ class ShmFleet(FaultTolerantFleet):
     Memory per rank: ``2 * (M * H + C * H) * dtype_bytes`` shared (C = ``M*W``, or max_recv_tokens_per_rank), all of it
     taken at construction, and the two received buffers. In RANK_MAJOR and FLAT these are shared too, another
     ``2 * C * H * dtype_bytes`` taken at construction; of ``[L, M*W, H]`` in EXPERT_MAJOR, and as much for what experts
-    make of it, only rows that arrive are ever touched. Without the compiled helper, and while a rank is masked,
-    received buffers are private.
+    make of it, memory is taken as rows arrive: theirs, or where an expert has 256 KiB of them huge pages, eight times
+    theirs at most. Without the compiled helper, and while a rank is masked, received buffers are private.
 
     :meth:`stats` also has ``native``: whether the compiled helper does the work.
     """
