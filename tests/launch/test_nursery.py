@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from moefleet.config import BootstrapConfig
-from moefleet.errors import MoEEpError
+from moefleet.errors import MoEEpConfigError, MoEEpError
 from moefleet.launch import RankPool, pool, process
 from moefleet.launch.nursery import Forked
 from tests.launch.test_launch import linux_only, read_pids, running, wait_until_gone
@@ -148,6 +148,12 @@ def test_modules_that_are_imported_before(threads: bool, monkeypatch: pytest.Mon
         assert found == [(os.getpid(), False)] * 2, "ranks are new interpreters"
     else:
         assert {pid for pid, _ in found} != {os.getpid()} and all(there for _, there in found)
+
+
+@pytest.mark.parametrize("wrong", ["transformers", [1]])
+def test_what_names_no_modules(wrong: Any) -> None:
+    with pytest.raises(MoEEpConfigError, match=r"preload: got .*a sequence of modules' names"):
+        RankPool(1, preload=wrong)
 
 
 def test_a_long_path_is_no_longer_in_the_way_than_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from .wire import Call, dumps
 FORKS = sys.platform == "linux" and not os.path.exists("/dev/nvidiactl")
 """Whether ranks are forked from a nursery, where that is safe; else each is a new interpreter.
 
-With an NVIDIA driver it is: CUDA permits a fork before anything asks for devices, but none of a rank has been tried."""
+They are not with an NVIDIA driver: CUDA permits a fork before anything asks for devices, but no rank has tried it."""
 
 GOODBYE = "goodbye"
 GOODBYE_GRACE_S = 5.0
@@ -107,6 +107,7 @@ class RankPool:
             threads_per_rank = max(1, usable_cores() // world_size)
         check_count("threads_per_rank", threads_per_rank)
         check_seconds("start_timeout_s", start_timeout_s)
+        check_names("preload", preload)
         self.world_size, self.threads_per_rank = world_size, threads_per_rank
         self._start_timeout_s, self._preload = start_timeout_s, tuple(preload)
         self._ranks: dict[int, RankProcess] = {}
@@ -286,6 +287,11 @@ def usable_cores() -> int:
 def check_count(name: str, got: object, most: int | None = None) -> None:
     if not isinstance(got, int) or isinstance(got, bool) or got < 1 or (most is not None and got > most):
         raise config_error(name, repr(got), "a whole number of at least 1" if most is None else f"1 to {most}")
+
+
+def check_names(name: str, got: Sequence[str]) -> None:
+    if isinstance(got, str) or not all(isinstance(each, str) for each in got):
+        raise config_error(name, repr(got), "a sequence of modules' names", 'for one of them write ["its.name"]')
 
 
 def check_seconds(name: str, got: object) -> None:

@@ -29,44 +29,16 @@ from moefleet import (
     create_fleet,
 )
 from moefleet.fleet.halves import HalvesHandle
-from moefleet.knobs import HandleAlgoKnob
-from moefleet.substrate.control import SETS, Operation
+from moefleet.substrate.control import Operation
 from moefleet.transports.shm.fleet import ShmFleet
-from moefleet.transports.shm.whole import MOST_SHAPES
 from tests.conformance.pool import shared_pool
 from tests.native.needs import needs_the_helper
 from tests.transports.shm.ranks import EXPERTS, HIDDEN, MOST, TOPK, fleet_of
+from tests.transports.shm.ways import ALONE, LAYOUTS, T, X, routing, step, warm
 
 pytestmark = needs_the_helper
 
-W, T = 3, 5
-ALONE = BootstrapConfig(1, 0, device="cpu")
-LAYOUTS = pytest.mark.parametrize("layout", list(EpLayout), ids=lambda layout: layout.name.lower())
-X = torch.linspace(-1, 1, T * HIDDEN).view(T, HIDDEN)
-WEIGHTS = torch.linspace(0.25, 4, T * TOPK).view(T, TOPK)
-
-
-def routing(number: int, layout: EpLayout = EpLayout.EXPERT_MAJOR) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids, weights, and what comes of ``X`` where experts return their rows unchanged, on one rank."""
-    ids = (torch.arange(T * TOPK).view(T, TOPK) * (1 + number % 4) + number) % (EXPERTS + 1) - 1
-    weights = WEIGHTS + number
-    times = weights * (ids >= 0) if layout is EpLayout.EXPERT_MAJOR else (ids >= 0).any(1, keepdim=True).float()
-    return ids, weights, X * times.sum(1, keepdim=True)
-
-
-def step(handle: Handle, number: int, x: torch.Tensor = X) -> torch.Tensor:
-    ids, weights, _ = routing(number)
-    handle.update(HandleParams(ids), [HandleAlgoKnobTopKWeights(weights)])
-    out = handle.dispatch(DispatchInputParams([x]))
-    return handle.combine(CombineInputParams([out.expert_tensors])).x
-
-
-def warm(fleet: Fleet, steps: int = 4) -> Handle:
-    ids, weights, _ = routing(0)
-    handle = fleet.create_handle(HandleParams(ids), [HandleAlgoKnobTopKWeights(weights)])
-    for number in range(steps):
-        step(handle, number)
-    return handle
+W = 3
 
 
 @LAYOUTS
@@ -287,6 +259,24 @@ def test_a_given_result_is_let_go() -> None:
         assert told() is None
 
 
+def test_a_given_result_is_let_go_by_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fleet_of(ALONE) as fleet:
+        handle, given = warm(fleet), torch.empty(T, HIDDEN)
+        assert fleet.whole is not None
+
+        def interrupted(*args: Any) -> int:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(fleet.whole, "combine_call", interrupted)
+        rows = handle.dispatch(DispatchInputParams([X])).expert_tensors
+        with pytest.raises(KeyboardInterrupt):
+            handle.combine(CombineInputParams([rows], out=given))
+        handle.destroy()
+        gone = weakref.ref(given)
+        del given
+        assert gone() is None
+
+
 def test_a_destroyed_fleet() -> None:
     fleet = fleet_of(ALONE)
     handle = warm(fleet)
@@ -398,102 +388,3 @@ def test_a_rank_that_left(layout: EpLayout) -> None:
         assert outcome.error is None, outcome.error
         for y in outcome.value:
             torch.testing.assert_close(y, X * times)
-
-
-# Handles that are made for one step each, as a layer makes them.
-
-
-def test_a_given_result_is_let_go_by_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with fleet_of(ALONE) as fleet:
-        handle, given = warm(fleet), torch.empty(T, HIDDEN)
-        assert fleet.whole is not None
-
-        def interrupted(*args: Any) -> int:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(fleet.whole, "combine_call", interrupted)
-        rows = handle.dispatch(DispatchInputParams([X])).expert_tensors
-        with pytest.raises(KeyboardInterrupt):
-            handle.combine(CombineInputParams([rows], out=given))
-        handle.destroy()
-        gone = weakref.ref(given)
-        del given
-        assert gone() is None
-
-
-def once(fleet: Fleet, number: int, *knobs: HandleAlgoKnob) -> torch.Tensor:
-    ids, weights, _ = routing(number)
-    with fleet.create_handle(HandleParams(ids), [HandleAlgoKnobTopKWeights(weights), *knobs]) as handle:
-        out = handle.dispatch(DispatchInputParams([X]))
-        return handle.combine(CombineInputParams([out.expert_tensors])).x
-
-
-@LAYOUTS
-def test_later_handles_of_a_shape_take_it_from_their_first_step(
-    layout: EpLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with fleet_of(ALONE, layout) as fleet:
-        for number in range(3):
-            once(fleet, number)
-
-        def refuse(*_: Any) -> None:
-            raise AssertionError("the long way")
-
-        for call in ("dispatch", "combine"):
-            monkeypatch.setattr(HalvesHandle, call, refuse)
-        results = [once(fleet, number) for number in range(6)]
-        for number, y in enumerate(results):
-            torch.testing.assert_close(y, routing(number, layout)[2])
-
-
-def test_what_a_handle_leaves_is_used_by_one_at_a_time() -> None:
-    with fleet_of(ALONE) as fleet:
-        for number in range(4):
-            once(fleet, number)
-        for turn in range(4):
-            open_steps = []
-            for number in (turn, turn + 1):
-                ids, weights, y = routing(number)
-                handle = fleet.create_handle(HandleParams(ids), [HandleAlgoKnobTopKWeights(weights)])
-                open_steps.append((handle, y, handle.dispatch(DispatchInputParams([X])).expert_tensors))
-            for handle, y, rows in open_steps:
-                torch.testing.assert_close(handle.combine(CombineInputParams([rows])).x, y)
-                handle.destroy()
-
-
-def test_what_a_knob_asked_of_one_handle_is_not_asked_of_the_next() -> None:
-    _, _, y = routing(2)
-    rows = HandleAlgoKnobNumReceivedTokens(T)
-    with fleet_of(ALONE) as fleet:
-        for _ in range(3):
-            torch.testing.assert_close(once(fleet, 2), y)
-            torch.testing.assert_close(once(fleet, 2, rows), y)
-            with pytest.raises(MoEEpError, match=rf"got {T - 1}"):
-                once(fleet, 2, HandleAlgoKnobNumReceivedTokens(T - 1))
-
-
-def test_a_handle_that_ends_in_the_middle_of_a_step_leaves_nothing() -> None:
-    with fleet_of(ALONE) as fleet:
-        for number in range(5):
-            once(fleet, number)
-        ids, weights, _ = routing(1)
-        for _ in range(3):
-            handle = fleet.create_handle(HandleParams(ids), [HandleAlgoKnobTopKWeights(weights)])
-            handle.dispatch(DispatchInputParams([X]))
-            handle.destroy()
-            for number in range(2):
-                torch.testing.assert_close(once(fleet, number), routing(number)[2])
-
-
-def test_what_is_left_is_bounded() -> None:
-    params = FleetParams(EXPERTS, 100, HIDDEN, 4, max_topk=TOPK)
-    with create_fleet(ALONE, params, backend="shm") as fleet:
-        for count in [*range(100), *range(100)]:
-            ids = torch.zeros(count, TOPK, dtype=torch.int64)
-            weights = HandleAlgoKnobTopKWeights(torch.ones(count, TOPK))
-            handles = [fleet.create_handle(HandleParams(ids), [weights]) for _ in range(4)]
-            for handle in handles:
-                handle.destroy()
-        assert isinstance(fleet, ShmFleet) and fleet.whole is not None
-        assert len(fleet.whole.left) <= MOST_SHAPES
-        assert all(len(each) <= SETS for each in fleet.whole.left.values())

@@ -69,7 +69,9 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
     def __init__(self, fleet: ShmFleet, params: HandleParams, knobs: Sequence[HandleAlgoKnob]) -> None:
         self._routing: Routing | None = None
         self._known: Callable[[], Known | None] = _nothing
-        self._again = False  # whether a whole step went well before
+        self._again = (
+            False  # whether this handle, or one of its shape, has gone through a step before: what it finds is kept
+        )
         super().__init__(fleet, params, knobs)
 
     def update(self, params: HandleParams, algo_knobs: Sequence[HandleAlgoKnob] = ()) -> None:
