@@ -91,7 +91,7 @@ bench() {  # bench NAME SECONDS OPTIONS...: with the peers that benchmarks/gpu/p
 }
 run_bench() {
   bench bench-ll "${BENCH_S:-200}" --layout expert_major --layout rank_major --tokens 1,128 \
-    --transport nvlink,nvlink:count=0,torch_dist,nccl_ep,nixl_ep  # count=0: what counting for stats costs
+    --transport nvlink,nvlink:count=0,nvlink:faults=1,torch_dist,nccl_ep,nixl_ep  # what counting and fault tolerance cost
   bench bench-zipf "${BENCH_S:-200}" --layout expert_major --layout rank_major --tokens 128 --routing zipf
   bench bench-ht "${BENCH_S:-200}" --layout flat --tokens 128,4096
 }

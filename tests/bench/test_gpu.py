@@ -10,10 +10,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from moefleet import EpLayout, MoEEpConfigError, NVLinkConfig
+from moefleet import EpLayout, FleetAlgoKnobFaultTolerance, MoEEpConfigError, NVLinkConfig
 from moefleet.bench.cases import CommCase, payload
 from moefleet.bench.gpu import GpuResult, GpuRun, Timed
-from moefleet.bench.gpu_candidate import config_of
+from moefleet.bench.gpu_candidate import options_of
 from moefleet.bench.gpu_peers import PEERS
 from moefleet.bench.gpu_report import gpu_json, gpu_records, gpu_table
 from moefleet.bench.gpu_timing import in_turn
@@ -24,11 +24,12 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a C
 
 
 def test_a_transport_may_bring_its_options() -> None:
-    assert config_of("torch_dist") == "torch_dist"
-    assert config_of("nvlink:programs=32:senders=16:count=0") == NVLinkConfig(32, 16, count=False)
+    assert options_of("torch_dist") == ("torch_dist", [])
+    assert options_of("nvlink:programs=32:senders=16:count=0") == (NVLinkConfig(32, 16, count=False), [])
+    assert options_of("nvlink:faults=1") == (NVLinkConfig(), [FleetAlgoKnobFaultTolerance()])
     for wrong in ("nvlink:programs", "nvlink:warps=4", "shm:programs=4"):
-        with pytest.raises(MoEEpConfigError, match=r"nvlink:programs=N:senders=N:count=0"):
-            config_of(wrong)
+        with pytest.raises(MoEEpConfigError, match=r"nvlink:programs=N:senders=N:count=0:faults=1"):
+            options_of(wrong)
 
 
 @without_gpu

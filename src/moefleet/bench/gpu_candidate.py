@@ -11,7 +11,7 @@ import torch
 from ..config import BootstrapConfig, CommConfig, FleetParams, NVLinkConfig
 from ..errors import config_error
 from ..fleet import create_fleet, probe
-from ..knobs import HandleAlgoKnobTopKWeights
+from ..knobs import FleetAlgoKnob, FleetAlgoKnobFaultTolerance, HandleAlgoKnobTopKWeights
 from ..tensors import CombineInputParams, DispatchInputParams, DispatchOutput, HandleParams
 
 
@@ -42,7 +42,8 @@ class TransportCandidate(GpuCandidate):
     """A transport of this package.
 
     Args:
-        name: a transport's, or ``nvlink:programs=32:senders=16:count=0`` for NVLinkConfig's options.
+        name: a transport's, or ``nvlink:programs=32:senders=16:count=0`` for NVLinkConfig's options; ``faults=1`` is
+            fault tolerance.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class TransportCandidate(GpuCandidate):
         x: torch.Tensor,
         bootstrap: BootstrapConfig,
     ) -> None:
-        self._fleet = create_fleet(bootstrap, params, backend=config_of(name))
+        backend, knobs = options_of(name)
+        self._fleet = create_fleet(bootstrap, params, knobs, backend=backend)
         self.graphs = "graphs" in probe(self._fleet.name).features
         self._updates = [(HandleParams(ids), [HandleAlgoKnobTopKWeights(weights)]) for ids, weights in pool]
         self._x, self._y = DispatchInputParams([x]), torch.empty_like(x)
@@ -74,17 +76,18 @@ class TransportCandidate(GpuCandidate):
         self._fleet.destroy()
 
 
-def config_of(name: str) -> str | CommConfig:
-    """``nvlink:programs=32:count=0`` as an NVLinkConfig; any other name as it is.
+def options_of(name: str) -> tuple[str | CommConfig, list[FleetAlgoKnob]]:
+    """Which transport ``nvlink:programs=32:faults=1`` is, and the Fleet's knobs; any other name as it is.
 
     Raises:
         MoEEpConfigError: options of another transport, or unknown ones.
     """
     transport, *options = name.split(":")
     if not options:
-        return transport
-    values = [re.fullmatch(r"(programs|senders|count)=(\d+)", option) for option in options]
+        return transport, []
+    values = [re.fullmatch(r"(programs|senders|count|faults)=(\d+)", option) for option in options]
     if transport != NVLinkConfig.name or not all(values):
-        raise config_error("transport", repr(name), "a name, or nvlink:programs=N:senders=N:count=0")
+        raise config_error("transport", repr(name), "a name, or nvlink:programs=N:senders=N:count=0:faults=1")
     given = {match[1]: int(match[2]) for match in values if match}
-    return NVLinkConfig(given.get("programs"), given.get("senders"), bool(given.get("count", 1)))
+    config = NVLinkConfig(given.get("programs"), given.get("senders"), bool(given.get("count", 1)))
+    return config, [FleetAlgoKnobFaultTolerance()] if given.get("faults") else []
