@@ -74,6 +74,22 @@ def test_a_group_is_let_go_of_soon_where_its_collectives_never_end(why: str, mon
     assert closed.wait(30) and told == [False]
 
 
+def test_a_group_is_let_go_of_by_a_thread_that_waits_for_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking and freeing memory waits for the GPU, and so for a collective that nobody but close ends."""
+    monkeypatch.setattr(janitor, "_LAST_S", 0.01)
+    bus, serving, closed = buses(2)[0], threading.Event(), threading.Event()
+    bus.take(1, Operation.DISPATCH)  # a round to which rank 1 does not come
+
+    def advance(serve: bool = False) -> None:
+        if serve:
+            serving.set()
+            assert closed.wait(30)
+
+    monkeypatch.setattr(bus, "advance", advance)
+    janitor.Janitor(bus, HOURS_S).finish(lambda clean: closed.set(), serving.is_set)
+    assert closed.wait(30)
+
+
 class Communicator:
     """A NCCL group of ours that notes when it is aborted."""
 

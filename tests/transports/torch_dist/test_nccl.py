@@ -170,3 +170,27 @@ def test_a_late_rank() -> None:
         check_results(problem, problem.params(), [ys[index] for ys, _ in by_rank])
     assert isinstance(by_rank[0][1], MoEEpTimeoutError) and by_rank[0][1].ranks == (1,)
     assert isinstance(by_rank[1][1], MoEEpPeerError) and by_rank[1][1].rank == 0
+
+
+def takes_memory(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:
+    """Rank 1 leaves a Fleet, rank 0 sends in it and leaves too. Then both take memory that their GPU has to give, and
+    run a kernel for the first time."""
+    fleet, (x, ids, weights) = ctx.fleet(params), ctx.mine(problem)
+    step(fleet, x, ids, weights)
+    ctx.meet("both have made a step")
+    if ctx.rank == 1:
+        fleet.destroy()
+    ctx.meet("rank 1 has left")
+    if ctx.rank == 0:
+        routed(fleet, ids, weights).dispatch_send_only(sent(x))
+        fleet.destroy()
+    torch.cuda.empty_cache()
+    halves = torch.full((1 << 28,), 0.5, device=ctx.device)
+    return torch.special.i0e(halves)[-1], step(ctx.fleet(params), x, ids, weights)[1]
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_a_collective_that_was_left_behind_holds_nothing_up() -> None:
+    problem = make_problem(0, 2, 5, 4, 2, [3, 2])
+    by_rank = nccl_ranks()(takes_memory, problem.params(), problem, world=2)
+    check_results(problem, problem.params(), [y for _, y in by_rank])

@@ -52,27 +52,41 @@ class Janitor:
                 self._looking = self._bus.owes()
                 return not self._looking
 
-        self._serve_until(enough, self._patience_s)
+        self._serve_until(enough)
         self._looking = False
 
     def _finish(self, close: Callable[[bool], None], anybody_gone: Callable[[], bool]) -> None:
+        # Rounds go on in another thread: taking or freeing memory may wait for what only close() ends, in any thread.
+        quiet = threading.Event()
+
+        def serve() -> None:
+            if self._serve_until(self._is_quiet):
+                quiet.set()
+
+        self._start(serve)
         left, hopeless = self._patience_s, False
-        while not (hopeless or self._is_quiet() or self._stop.is_set()) and left > 0:
+        while not (hopeless or quiet.is_set() or self._stop.is_set()) and left > 0:
             hopeless = self._bus.error is not None or anybody_gone()
-            self._serve_until(self._is_quiet, min(_LAST_S, left))
+            self._pause_until(quiet.is_set, min(_LAST_S, left))
             left -= _LAST_S
         if not self._stop.is_set():
-            close(self._bus.idle())
+            close(quiet.is_set())
 
     def _is_quiet(self) -> bool:
         return not self._bus.owes() and self._bus.idle()
 
-    def _serve_until(self, enough: Callable[[], bool], seconds: float) -> None:
+    def _serve_until(self, enough: Callable[[], bool]) -> bool:
+        return self._pause_until(enough, self._patience_s, lambda: self._bus.advance(serve=True))
+
+    def _pause_until(self, enough: Callable[[], bool], seconds: float, work: Callable[[], None] | None = None) -> bool:
+        """Whether it is enough, after this long at most; ``work`` is done between pauses."""
         # By its own pauses: a process that is itself stopped for a while does not hold that against its peers.
         spent, pause = 0.0, _SHORTEST_S
-        while not enough() and spent < seconds and not self._stop.wait(pause):
-            self._bus.advance(serve=True)
+        while not (done := enough()) and spent < seconds and not self._stop.wait(pause):
+            if work is not None:
+                work()
             spent, pause = spent + pause, min(pause * 1.2, _LONGEST_S)
+        return done
 
     def _start(self, work: Callable[[], None]) -> None:
         self._threads[:] = [thread for thread in self._threads if thread.is_alive()]
