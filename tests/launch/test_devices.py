@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from moefleet.config import BootstrapConfig
 from moefleet.errors import MoEEpArchError, MoEEpConfigError
+from moefleet.launch import RankPool
 from moefleet.launch.devices import require_device, take_device
 
 
@@ -43,3 +46,19 @@ def test_under_torchrun_a_rank_takes_the_gpu_of_its_local_number(monkeypatch: py
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(MoEEpConfigError, match="world: got 3, allowed at most 2, a GPU for each rank"):
         require_device("cuda", 4)
+
+
+def computes(bootstrap: BootstrapConfig) -> tuple[int, float]:
+    """Its parent's pid, and a number that a GPU made."""
+    device = torch.device("cuda", bootstrap.rank % torch.cuda.device_count())
+    return os.getppid(), float(torch.arange(5, device=device).sum())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("preload", [(), ("tests.launch.opens_a_gpu",)], ids=["fork", "a GPU is open"])
+def test_ranks_use_gpus_whether_they_are_forked_or_not(preload: tuple[str, ...]) -> None:
+    with RankPool(2, preload=preload) as ranks:
+        parents, numbers = zip(*(result.value for result in ranks.run(computes)), strict=True)
+    assert numbers == (10.0, 10.0)
+    assert len(set(parents)) == 1 and (parents[0] == os.getpid()) == bool(preload)

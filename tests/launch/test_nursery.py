@@ -19,7 +19,7 @@ import torch
 from moefleet.config import BootstrapConfig
 from moefleet.errors import MoEEpConfigError, MoEEpError
 from moefleet.launch import RankPool, pool, process
-from moefleet.launch.nursery import Forked
+from moefleet.launch.nursery import Forked, has_open
 from tests.launch.test_launch import linux_only, read_pids, running, wait_until_gone
 
 pytestmark = [pytest.mark.timeout(120), linux_only]
@@ -238,6 +238,12 @@ def as_it_stands(bootstrap: BootstrapConfig) -> dict[str, Any]:
         "path": sys.path,
         "cuda": (torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork()),
     }
+
+
+def test_an_open_file_is_found_by_how_its_path_begins(tmp_path: Path) -> None:
+    with (tmp_path / "gpu0").open("w"):
+        assert has_open(str(tmp_path / "gpu"))
+    assert not has_open(str(tmp_path / "gpu"))
 
 
 @pytest.mark.parametrize("why", ["not asked to", "threads run"])

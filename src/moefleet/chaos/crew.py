@@ -156,7 +156,7 @@ def warm_nursery(life: str = "moefleet.chaos.rank") -> Nursery:
     try:
         wait_until_started([nursery], START_S, time.monotonic() + START_S)
         if not nursery.can_fork():
-            raise MoEEpError("ranks cannot be forked: something starts threads in each new Python of this machine")
+            raise MoEEpError("ranks cannot be forked: something starts threads or opens a GPU in each new Python here")
     except BaseException:
         nursery.close()
         raise

@@ -57,7 +57,7 @@ class Nursery(PythonProcess):
         super().__init__("nursery", start, dumps(module_path()), ranks)
 
     def can_fork(self) -> bool:
-        """Whether it is safe, once it has started: no thread runs there that a child would lack."""
+        """Whether it is safe, once it has started: there is nothing that a child would lack."""
         return self.reply is not None and self.reply[0].said is Said.READY
 
     def fork(self, control: int, out: int, err: int, stack_file: int) -> Forked:
@@ -134,8 +134,9 @@ def serve(control: socket.socket, stream: BinaryIO, life: str, *preload: str) ->
     for name in preload:
         with suppress(ImportError):
             import_module(name)
-    if has_threads():
-        return answer(stream, Reply(Said.UNUSABLE, "threads run that a fork would leave behind"), b"").exitcode
+    if has_threads() or has_open("/dev/nvidia"):
+        why = "it has threads or open GPUs, which no forked process would have"
+        return answer(stream, Reply(Said.UNUSABLE, why), b"").exitcode
     gc.freeze()
     found: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in FOR_ITS_RANKS}
     found[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -180,6 +181,15 @@ def has_threads() -> bool:
             return False
         time.sleep(0.002)  # one that has been joined is listed for a moment longer
     return True
+
+
+def has_open(prefix: str) -> bool:
+    """Whether a file whose path begins so is open in this process: CUDA, once initialised, works in no forked one."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith(prefix):
+                return True
+    return False
 
 
 def obey(control: socket.socket, stream: BinaryIO, woken: int) -> list[int] | None:

@@ -21,10 +21,8 @@ from .process import KILL_GRACE_S, TERM_GRACE_S, RankProcess, ask_where_they_sta
 from .results import RankResult, raise_if_unusable, result_of
 from .wire import Call, dumps
 
-FORKS = sys.platform == "linux" and not os.path.exists("/dev/nvidiactl")
-"""Whether ranks are forked from a nursery, where that is safe; else each is a new interpreter.
-
-They are not with an NVIDIA driver: CUDA permits a fork before anything asks for devices, but no rank has tried it."""
+FORKS = sys.platform == "linux"
+"""Whether ranks are forked from a nursery, where that is safe; else each is a new interpreter."""
 
 GOODBYE = "goodbye"
 GOODBYE_GRACE_S = 5.0
@@ -46,8 +44,8 @@ def launch(
     in this process. Arguments and return values travel by value, tensors too. What a rank prints appears here, each
     line behind ``[rank N]``. A rank that fails does not end the others. Ctrl-C ends them all.
 
-    On Linux one new interpreter, the nursery, imports torch, and the ranks are forked from it. Elsewhere, on machines
-    with an NVIDIA driver, or where something starts threads in each new interpreter, every rank is one of its own.
+    On Linux one new interpreter, the nursery, imports torch, and the ranks are forked from it. Elsewhere, or where what
+    it imports starts threads or opens a GPU, every rank is one of its own.
 
     Args:
         fn: a function that pickle can name: at the top level of a module, or of a script with a ``__main__`` guard.
