@@ -6,7 +6,7 @@ Runs on a GPU, or under Triton's interpreter on CPU tensors, where the ranks of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,9 +85,12 @@ class Engine:
         renormalize: whether tokens that lost experts are scaled up.
 
     Attributes:
+        alarm_word: what a kernel reported, 0 for nothing. Does not wait for the GPU.
         board: what host and kernels tell each other about peers, see :class:`Board`.
         mask: int32 ``[W]``, 1 for a rank that steps count.
     """
+
+    alarm_word: Callable[[], int]
 
     def __init__(
         self,
@@ -114,7 +117,7 @@ class Engine:
         self.control = torch.zeros(geometry.counts.end, dtype=torch.int64, device=device)
         self._budget_ns = int(timeout_s * 1e9)
         self.alarm = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._alarm_view = self.alarm.numpy()  # seen through NumPy: torch takes longer to read one number
+        self.alarm_word = self.alarm.numpy().item  # through NumPy: torch takes longer to read one number
         self._no_note = torch.zeros(NOTE_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._tolerant, self._renormalize = tolerant, renormalize
         self._board = torch.zeros(BOARD.words, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -146,10 +149,6 @@ class Engine:
             for fresh in (True, False):
                 self._bind_fail(self._slots[0], fresh, True)
         self._launcher.around_compiling = self._compiling
-
-    def alarm_word(self) -> int:
-        """What a kernel reported, 0 for nothing. Does not wait for the GPU."""
-        return self._alarm_view.item()
 
     def clear_alarm(self) -> None:
         """Forget a reported error, so that the next one is seen, and where a wait has failed, send and wait again: on

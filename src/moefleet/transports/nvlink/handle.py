@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class NVLinkStep(OpenStep):
-    """``index``: its output set; ``sent``, ``scales``: what the receiving half takes this rank's own rows from."""
+    """``index``: its output set; ``sent``, ``scales``: what the receiving half takes this rank's own rows from;
+    ``kinds``: theirs, and the handle's shape."""
 
     index: int = 0
+    kinds: Hashable = None
     sent: torch.Tensor | None = None
     scales: torch.Tensor | None = None
 
@@ -62,11 +64,14 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
         if self._split:
             return super().dispatch(params)
         open_ = self._begin(params)
-        with self._failing_alone:
+        try:
             self._launch_dispatch(open_, send=True, receive=True)
             if self._fleet.checking:
                 self._fleet.check_now()
-            self._phase = Phase.RECEIVED
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        self._phase = Phase.RECEIVED
         return open_.output
 
     def combine(self, params: CombineInputParams) -> CombineOutput:
@@ -75,7 +80,7 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
         if not self._ready(Phase.RECEIVED):
             self._expect(Phase.RECEIVED, "combine")
         open_, rows, out = self._opened(), params.x[0] if len(params.x) == 1 else None, params.out
-        with self._failing_alone:
+        try:
             launch = None if out is None else self._bound.get(("combine", self._shape, _kind(rows), _kind(out)))
             if launch is not None:
                 assert rows is not None and out is not None, "their kinds were bound"
@@ -84,6 +89,9 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
                 rows, open_.result = self._check_rows(params, open_)
                 open_.dtype = rows.dtype
                 out = self._launch_combine(open_, rows, send=True, receive=True)
+        except BaseException as error:
+            self.give_up(error)
+            raise
         self._open, self._phase = None, Phase.IDLE
         self._fleet.steps.close(open_.step)
         if self._fleet.checking:
@@ -133,12 +141,12 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
     def _begin(self, params: DispatchInputParams) -> NVLinkStep:
         """Check the input and open the step. What was bound once was checked."""
         tokens, scales = params.x[0] if params.x else None, params.x[1] if len(params.x) == 2 else None
-        known = ("dispatch", self._shape, 0, _kind(tokens), _kind(scales)) in self._bound and len(params.x) < 3
-        if not known or not self._ready(Phase.IDLE):
+        kinds = self._shape, _kind(tokens), _kind(scales)
+        if ("dispatch", 0, kinds) not in self._bound or len(params.x) > 2 or not self._ready(Phase.IDLE):
             tokens, scales = self._checked_input(params)
         assert tokens is not None, "it was checked"
         open_ = self._opening(tokens, scales)
-        open_.sent, open_.scales, self._open = tokens, scales, open_
+        open_.kinds, open_.sent, open_.scales, self._open = kinds, tokens, scales, open_
         return open_
 
     def _snapshot(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
@@ -179,7 +187,7 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
         tokens, scales, fleet, index = open_.sent, open_.scales, self._fleet, open_.index
         assert tokens is not None and self._slot is not None, "a step has both"
         halves = "dispatch" if send and receive else "send" if send else "receive"
-        key = (halves, self._shape, index, _kind(tokens), _kind(scales))
+        key = halves, index, open_.kinds
         launch = self._bound.get(key)
         if launch is None:
             output = fleet.engine.outputs[index]

@@ -74,10 +74,11 @@ class _Bound:
         self._first = 4 + len(front)
 
     def __call__(self, stream: int, *first: torch.Tensor) -> None:
-        everything = self._all
+        everything, at = self._all, self._first
         everything[3] = stream
-        for at, tensor in enumerate(first, self._first):
+        for tensor in first:
             everything[at] = tensor.data_ptr()
+            at += 1
         self._run(*everything)
 
 
