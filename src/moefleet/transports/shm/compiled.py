@@ -22,6 +22,7 @@ from .buffers import BufferSet
 from .layout import SegmentLayout
 from .moves import Moves, Ranks, Routing
 from .quick import Tokens
+from .results import Results
 
 _LAYOUTS = {EpLayout.EXPERT_MAJOR: 0, EpLayout.RANK_MAJOR: 1, EpLayout.FLAT: 2}
 
@@ -95,6 +96,7 @@ class NativeMoves(Moves[NativeInbox]):
         super().__init__(params, placement, rank, owners)
         world, num_local = self._world, placement.num_local(rank)
         self._segments, self._hidden = segments, params.token_hidden_size
+        self.results = Results(self._hidden)
         self._expert_rows = np.zeros(num_local, np.int64)
         slot, stamp = self._slots(placement), np.empty(params.num_experts, np.int64)
         next_ = np.empty(max(params.num_experts, world), np.int64)
@@ -212,7 +214,7 @@ class NativeMoves(Moves[NativeInbox]):
     def room(self, dtype: torch.dtype, count: int, out: torch.Tensor | None) -> torch.Tensor:
         """``[count, H]`` to write sums to: ``out``, if C can write it."""
         if type(out) is not torch.Tensor or not out.is_contiguous() or out.is_neg():
-            return torch.empty(count, self._hidden, dtype=dtype)
+            return self.results.maker(count, dtype)()
         return out
 
     def _in_c(self, ranks: Ranks) -> Tokens:

@@ -126,7 +126,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             or type(x) not in _SEQUENCES
             or len(x) != 1
             or not is_plain(rows := x[0], part.made, part.made_types, fleet.device)
-            or (out is not None and not is_plain(out, home.shape, part.made_types, fleet.device))
+            or (out is not None and not is_plain(out, home, part.made_types, fleet.device))
             or open_.present != fleet.faults.everybody
             or not fleet.calm()
         ):
@@ -134,7 +134,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         try:
             open_.dtype, open_.result = rows.dtype, out
             if out is None:
-                out = torch.empty_like(home)
+                out = part.make()
             reached = whole.combine_call(
                 whole.fleet, part.address, open_.step, fleet.faults.epoch, rows.data_ptr(), whole.everybody,
                 whole.everybody, out.data_ptr(),
@@ -309,7 +309,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         taking = open_.present & fleet.faults.trusted
         out, reached = fleet.whole.combine(open_.step, open_.part, rows, taking, open_.result)
         if self._again:
-            open_.part.keep_made(rows)
+            open_.part.keep_made(rows, fleet.whole.results)
         self._again = True
         return self._came_home(open_, out, reached, taking)
 

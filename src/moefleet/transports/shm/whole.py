@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +23,7 @@ from ...substrate.rowtypes import row_code
 from ...tensors import is_plain
 from .compiled import NativeInbox, NativeMoves
 from .moves import Routing
+from .results import Results
 
 MOST_SHAPES = 16
 """Of handles that have left something, the last used: prompts have any number of tokens."""
@@ -47,20 +48,24 @@ class Part:
         scaled: whether scales go with the tokens.
         sent, sent_types: shape and type of tokens for which the struct is good, if they are plain; no type: none are.
         made, made_types: the same of experts' rows.
-        home: a tensor like the sums, ``[T, H]``, without their memory: nothing makes another as quickly.
+        home: shape of the sums, ``[T, H]``; ``make`` makes a tensor for them.
     """
 
-    __slots__ = ("address", "fleet", "home", "inbox", "made", "made_types", "scaled", "sent", "sent_types", "struct")
+    __slots__ = (
+        *("address", "fleet", "home", "inbox", "make", "scaled", "struct"),
+        *("made", "made_types", "sent", "sent_types"),
+    )
 
     sent: Sequence[int]
     made: Sequence[int]
     sent_types: tuple[torch.dtype, ...]
     made_types: tuple[torch.dtype, ...]
+    make: Callable[[], torch.Tensor]
 
     def __init__(self, fleet: int, inbox: NativeInbox, struct: PartStruct, scaled: bool) -> None:
         self.fleet, self.inbox, self.struct, self.scaled = fleet, inbox, struct, scaled
         self.address = ctypes.addressof(struct)
-        self.home: torch.Tensor | None = None  # until it is there, the rest of what is kept is not
+        self.home: Sequence[int] | None = None  # until it is there, the rest of what is kept is not
 
     def keep_sent(self, tokens: torch.Tensor) -> bool:
         """Keep what holds for tokens such as these, that were just sent. Returns whether they are plain."""
@@ -68,11 +73,11 @@ class Part:
         self.sent, self.sent_types = tokens.shape, (tokens.dtype,) if plain else ()
         return plain
 
-    def keep_made(self, rows: torch.Tensor) -> None:
+    def keep_made(self, rows: torch.Tensor, results: Results) -> None:
         """The same of experts' rows that were just given back."""
         plain = is_plain(rows, rows.shape, (rows.dtype,), rows.device)
         self.made, self.made_types = rows.shape, (rows.dtype,) if plain else ()
-        self.home = torch.empty(1, dtype=rows.dtype).expand(self.struct.count, rows.shape[-1])
+        self.home, self.make = (count := self.struct.count, rows.shape[-1]), results.maker(count, rows.dtype)
 
 
 class Known(list[Any]):
@@ -100,6 +105,7 @@ class WholePhases:
         fleet: its first argument.
         everybody: all ranks, as it takes them.
         known: of each handle that is used again and again. It ends with this topology, whose memory it needs.
+        results: memory for sums.
         left: by shapes ``[T, K]`` of handles that are gone what they knew, for later ones of their shape: a layer makes
             a handle for each forward.
     """
@@ -109,7 +115,7 @@ class WholePhases:
         self.fleet, self.everybody = moves.address, as_bits(faults.everybody)
         self.known: WeakKeyDictionary[object, Known] = WeakKeyDictionary()
         self.left: dict[torch.Size, list[Known]] = {}
-        self._moves, self._faults = moves, faults
+        self._moves, self._faults, self.results = moves, faults, moves.results
 
     def inherit(self, handle: object, shape: torch.Size) -> Known | None:
         """What a handle that is gone has left for ``handle``."""
