@@ -27,6 +27,7 @@ from .wire import Fate, Reply, Said, dumps, frame
 ORDER = struct.Struct("!QQ")  # the number of a process; the signal that it shall get, or FORK
 FORK = 1 << 32
 DESCRIPTORS = 4  # of a process: see Start in interpreter.py
+GPUS = ("/dev/nvidia", "/dev/nvmap", "/dev/kfd", "/dev/dxg")  # what has them open begins so
 ORDER_S = 10.0  # until one that does not take orders gets no more
 FOR_ITS_RANKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals to a process group that ranks may answer, and that do not end the nursery before they have."""
@@ -134,7 +135,7 @@ def serve(control: socket.socket, stream: BinaryIO, life: str, *preload: str) ->
     for name in preload:
         with suppress(ImportError):
             import_module(name)
-    if has_threads() or has_open("/dev/nvidia"):
+    if has_threads() or has_open(*GPUS):
         why = "it has threads or open GPUs, which no forked process would have"
         return answer(stream, Reply(Said.UNUSABLE, why), b"").exitcode
     gc.freeze()
@@ -183,11 +184,11 @@ def has_threads() -> bool:
     return True
 
 
-def has_open(prefix: str) -> bool:
+def has_open(*prefixes: str) -> bool:
     """Whether a file whose path begins so is open in this process: CUDA, once initialised, works in no forked one."""
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # that of the listing itself
-            if os.readlink(f"/proc/self/fd/{descriptor}").startswith(prefix):
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith(prefixes):
                 return True
     return False
 

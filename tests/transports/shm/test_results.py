@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from moefleet.transports.shm.results import LEAST_BYTES, MOST_SPARE, Results
+from moefleet.transports.shm.results import LEAST_BYTES, MOST_SPARE, MOST_TOO_LARGE, Results
 
 ROWS, HIDDEN = 64, LEAST_BYTES // 64 // 2
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -48,18 +48,43 @@ def test_a_result_that_autograd_keeps_is_not_written_over() -> None:
     assert weight.grad is not None and (weight.grad == 2 * ROWS).all()
 
 
-def test_what_is_too_small_or_too_much_is_not_kept() -> None:
+def test_no_more_is_kept_than_steps_need() -> None:
     results = Results(HIDDEN)
-    make, more = results.maker(ROWS, torch.float32), results.maker(4 * ROWS, torch.float32)
-    held = [make() for _ in range(MOST_SPARE + 2)]
+    held = [results.maker(ROWS, torch.float32)() for _ in range(MOST_SPARE + 2)]
     assert len(results._lent) == len(held)
     held.clear()
     assert (len(results._lent), len(results._spare)) == (0, MOST_SPARE)
-    large = more()
-    assert not results._spare
-    at = large.data_ptr()
-    del large
-    assert make().data_ptr() == at, "smaller sums fit, too"
+    results.maker(ROWS, torch.float32)()
+    assert len(results._spare) == MOST_SPARE
+
+
+def test_a_small_result_that_is_kept_does_not_keep_the_memory_of_a_large_one() -> None:
+    results = Results(HIDDEN)
+    kept, most = [], 0
+    for _ in range(5):
+        results.maker(40 * ROWS, torch.float32)()
+        kept.append(results.maker(ROWS, torch.float32)())
+        most = max(most, sum(memory.nbytes for _, memory in results._lent.values()))
+    assert most <= MOST_TOO_LARGE * sum(tensor.nbytes for tensor in kept)
+    at = results.maker(30 * ROWS, torch.float32)().data_ptr()
+    assert results.maker(40 * ROWS, torch.float32)().data_ptr() == at, "a little less fits"
+
+
+@pytest.mark.parametrize("count", [1, ROWS])
+def test_results_are_on_the_cpu_whatever_the_default_device(count: int) -> None:
+    with torch.device("meta"):
+        assert Results(HIDDEN).maker(count, torch.float32)().device == torch.device("cpu")
+
+
+def test_nothing_is_kept_once_closed() -> None:
+    results = Results(HIDDEN)
+    make = results.maker(ROWS, torch.float32)
+    kept, other = make().fill_(3), make()
+    del other
+    results.close()
+    assert not results._spare and (kept == 3).all()
+    del kept
+    assert not results._spare and not results._lent
 
 
 def test_results_outlast_what_made_them() -> None:

@@ -90,6 +90,21 @@ def test_a_group_is_let_go_of_by_a_thread_that_waits_for_no_memory(monkeypatch: 
     assert closed.wait(30)
 
 
+def test_a_group_is_let_go_of_where_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(janitor, "_LAST_S", 0.01)
+    bus, closed, start = buses(2)[0], threading.Event(), threading.Thread.start
+    bus.take(1, Operation.DISPATCH)  # a round to which rank 1 does not come
+
+    def start_the_first(thread: threading.Thread) -> None:
+        if "serve" in thread._target.__qualname__:  # type: ignore[attr-defined]
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_the_first)
+    janitor.Janitor(bus, HOURS_S).finish(lambda clean: closed.set(), lambda: True)
+    assert closed.wait(30)
+
+
 class Communicator:
     """A NCCL group of ours that notes when it is aborted."""
 

@@ -104,6 +104,8 @@ class ShmFleet(FaultTolerantFleet):
 
     def destroy(self) -> None:
         self.group.close()
+        if self.whole is not None:
+            self.whole.results.close()
 
     def _open_steps(self) -> int:
         return len(self.steps.open)

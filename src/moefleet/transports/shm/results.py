@@ -21,20 +21,25 @@ Array: TypeAlias = npt.NDArray[Any]
 MOST_SPARE = SETS + 1
 """Results of both open steps, and one that the caller still reads."""
 
+MOST_TOO_LARGE = 2
+"""How many times as large as it need be memory may be: who keeps a small result does not keep a large one's."""
+
 
 class Results:
     """Args: hidden: ``H``."""
 
     def __init__(self, hidden: int) -> None:
         self._hidden = hidden
-        self._spare: list[Array] = []
+        self._most_spare = MOST_SPARE
+        self._spare: dict[int, Array] = {}  # by id, the oldest first
         self._lent: dict[int, tuple[weakref.ref[Array], Array]] = {}
 
     def maker(self, count: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """What makes a tensor ``[count, H]``, the caller's own. Its memory is used again once no tensor holds it."""
+        """What makes a tensor ``[count, H]``, the caller's own. Its memory is used again once no tensor holds it, and
+        where it is much cannot be resized."""
         if count * self._hidden * dtype.itemsize >= LEAST_BYTES:
             return partial(self._make, count, dtype)
-        like = torch.empty(1, dtype=dtype).expand(count, self._hidden)  # nothing makes another as quickly
+        like = torch.empty(1, dtype=dtype, device="cpu").expand(count, self._hidden)  # nothing makes another as quickly
         return partial(torch.empty_like, like)
 
     def _make(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -46,14 +51,21 @@ class Results:
         made = torch.from_numpy(lent)
         return made if dtype is torch.float32 else made.view(dtype)
 
+    def close(self) -> None:
+        """Keep no memory from now on. What is lent stays the callers'."""
+        self._most_spare = 0
+        self._spare.clear()
+
     def _memory(self, size: int) -> Array:
-        """At least this many bytes. Spare memory that is too small for one step is for the next ones, too."""
-        while self._spare:
-            if (memory := self._spare.pop()).nbytes >= size:
+        """At least this many bytes."""
+        for key, memory in reversed(list(self._spare.items())):
+            if size <= memory.nbytes <= MOST_TOO_LARGE * size and self._spare.pop(key, None) is not None:
                 return memory
-        return torch.empty(size + size // 8, dtype=torch.uint8).numpy()
+        return torch.empty(size + size // 8, dtype=torch.uint8, device="cpu").numpy()
 
     def _come_back(self, loan: weakref.ref[Array]) -> None:
+        """In whatever thread lets go of the last tensor."""
         _, memory = self._lent.pop(id(loan))
-        if len(self._spare) < MOST_SPARE:
-            self._spare.append(memory)
+        self._spare[id(memory)] = memory
+        for key in list(self._spare)[: max(0, len(self._spare) - self._most_spare)]:
+            self._spare.pop(key, None)

@@ -183,10 +183,14 @@ class Bus:
             self._flights = [flight for flight in self._flights if not flight.done()]
             return not self._flights and (self._round is None or self._round.flight.done())
 
+    def stop(self) -> None:
+        """Issue and read nothing more: what an aborted collective leaves is no message. Waits for no lock."""
+        self.error = self.error or RuntimeError("the Fleet was destroyed")
+
     def drop(self) -> None:
         """Let go of everything that belongs to the group."""
         with self._lock:
-            self.error = self.error or RuntimeError("the Fleet was destroyed")
+            self.stop()
             self.wire.drop()
             self._round = None
             for kept in (self._outbox, self._flights, self._letters, self._pending, self._complete):

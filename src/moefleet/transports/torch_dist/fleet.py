@@ -179,6 +179,7 @@ class TorchDistFleet(Fleet):
         return Inbox(*sizes) if self.device.type == "cpu" else DeviceInbox(*sizes, self.device)
 
     def _let_go(self, clean: bool) -> None:
+        self.bus.stop()
         self._group.abort()  # before anything that waits for the GPU, which a collective without peers never leaves
         self.bus.drop()
         self._group.close(clean)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 from .bus import Bus
 
@@ -21,7 +22,7 @@ class Janitor:
 
     def __init__(self, bus: Bus, patience_s: float) -> None:
         self._bus, self._patience_s = bus, patience_s
-        self._lock = threading.Lock()
+        self._lock, self._starting = threading.Lock(), threading.Lock()
         self._looking = False
         self._stop, self._threads = threading.Event(), list[threading.Thread]()
         weakref.finalize(self, _end, self._stop, self._threads)  # at the latest when the process ends
@@ -63,7 +64,8 @@ class Janitor:
             if self._serve_until(self._is_quiet):
                 quiet.set()
 
-        self._start(serve)
+        with suppress(RuntimeError):  # no thread can be had
+            self._start(serve)
         left, hopeless = self._patience_s, False
         while not (hopeless or quiet.is_set() or self._stop.is_set()) and left > 0:
             hopeless = self._bus.error is not None or anybody_gone()
@@ -89,14 +91,15 @@ class Janitor:
         return done
 
     def _start(self, work: Callable[[], None]) -> None:
-        self._threads[:] = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(threading.Thread(target=work, name="moefleet-janitor", daemon=True))
-        self._threads[-1].start()
+        thread = threading.Thread(target=work, name="moefleet-janitor", daemon=True)
+        with self._starting:
+            thread.start()
+            self._threads[:] = [each for each in self._threads if each.is_alive()] + [thread]
 
 
 def _end(stop: threading.Event, threads: list[threading.Thread]) -> None:
     """Waits for no peer: the threads only poll."""
     stop.set()
-    for thread in threads:
+    for thread in list(threads):
         if thread is not threading.current_thread():
             thread.join(1.0)
