@@ -95,10 +95,7 @@ class CombineInputParams:
 
 @dataclass(frozen=True)
 class CombineOutput:
-    """The step's result: ``x`` ``[T, H]`` in token order, of the combined rows' dtype. It belongs to the caller.
-
-    Its storage may be one that torch cannot resize; ``clone()`` it to do that.
-    """
+    """The step's result: ``x`` ``[T, H]`` in token order, of the combined rows' dtype. It belongs to the caller."""
 
     x: torch.Tensor
 

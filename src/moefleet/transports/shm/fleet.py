@@ -46,8 +46,8 @@ class ShmFleet(FaultTolerantFleet):
     taken at construction, and the two received buffers. In RANK_MAJOR and FLAT these are shared too, another
     ``2 * C * H * dtype_bytes`` taken at construction; of ``[L, M*W, H]`` in EXPERT_MAJOR, and as much for what experts
     make of it, memory is taken as rows arrive: theirs, or where an expert has 256 KiB of them huge pages, eight times
-    theirs at most. Without the compiled helper, and while a rank is masked, received buffers are private. Of results
-    that are no longer held and have 128 KiB or more, the memory of up to three is kept for later ones.
+    theirs at most. Without the compiled helper, and while a rank is masked, received buffers are private. The memory
+    of the last three results is kept for later ones of their shape.
 
     :meth:`stats` also has ``native``: whether the compiled helper does the work.
     """

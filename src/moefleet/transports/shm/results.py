@@ -1,71 +1,100 @@
-"""Memory for sums that the caller gives no place: used again, as new pages cost a fifth of a step."""
+"""Sums that the caller gives no place: their memory is used again once nobody holds it.
+
+A new tensor is what costs most of all that Python does between two phases, and a large one's memory malloc may take
+from the kernel, and give back, in every step: new pages cost up to a fifth of it.
+"""
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeAlias
+from sys import getrefcount
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...substrate.control import SETS
 
-LEAST_BYTES = 1 << 17
-"""Of less malloc has memory at hand; more it may get from the kernel, and give back, each time."""
-
-Array: TypeAlias = npt.NDArray[Any]
-
-MOST_SPARE = SETS + 1
+MOST_KEPT = SETS + 1
 """Results of both open steps, and one that the caller still reads."""
 
-MOST_TOO_LARGE = 2
-"""How many times as large as it need be memory may be: who keeps a small result does not keep a large one's."""
+_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+Kind = tuple[int, torch.dtype]
+"""Rows ``T`` and their type."""
+
+
+class Kept:
+    """A tensor that callers have only as others over its memory."""
+
+    __slots__ = ("at", "base", "free", "kind", "number", "storage")
+
+    def __init__(self, kind: Kind, hidden: int) -> None:
+        self.kind = kind
+        with torch.inference_mode(False):  # it outlasts the caller's mode
+            self.base = torch.empty(kind[0], hidden, dtype=kind[1], device="cpu")
+        self.storage, self.at = self.base.untyped_storage(), self.base.data_ptr()
+        self.number: int = self.storage._cdata
+        # Tensors that there are, such as views and what autograd saved or NumPy borrowed; names of the storage itself.
+        self.free = _use_count(self.number), getrefcount(self.storage)
+
+    def is_free(self) -> bool:
+        """Whether nobody holds its memory, nor has moved it."""
+        holders = _use_count(self.number), getrefcount(self.storage)
+        return holders == self.free and self.base.data_ptr() == self.at
 
 
 class Results:
     """Args: hidden: ``H``."""
 
     def __init__(self, hidden: int) -> None:
-        self._hidden = hidden
-        self._most_spare = MOST_SPARE
-        self._spare: dict[int, Array] = {}  # by id, the oldest first
-        self._lent: dict[int, tuple[weakref.ref[Array], Array]] = {}
+        self._hidden, self._most_kept = hidden, MOST_KEPT if can_tell() else 0
+        self._kept: dict[int, Kept] = {}  # by number, the last used at the end
 
     def maker(self, count: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """What makes a tensor ``[count, H]``, the caller's own. Its memory is used again once no tensor holds it, and
-        where it is much cannot be resized."""
-        if count * self._hidden * dtype.itemsize >= LEAST_BYTES:
-            return partial(self._make, count, dtype)
-        like = torch.empty(1, dtype=dtype, device="cpu").expand(count, self._hidden)  # nothing makes another as quickly
-        return partial(torch.empty_like, like)
-
-    def _make(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        memory = self._memory(count * self._hidden * dtype.itemsize)
-        kind = np.float32 if dtype is torch.float32 else np.int16  # which has no type for bfloat16
-        lent = np.ndarray((count, self._hidden), kind, memory)  # lives as long as the storage
-        loan = weakref.ref(lent, self._come_back)
-        self._lent[id(loan)] = loan, memory
-        made = torch.from_numpy(lent)
-        return made if dtype is torch.float32 else made.view(dtype)
+        """What makes a tensor ``[count, H]``, the caller's own."""
+        return functools.partial(self._make, (count, dtype))
 
     def close(self) -> None:
-        """Keep no memory from now on. What is lent stays the callers'."""
-        self._most_spare = 0
-        self._spare.clear()
+        """Keep nothing from now on. What callers hold stays theirs."""
+        self._most_kept = 0
+        self._kept.clear()
 
-    def _memory(self, size: int) -> Array:
-        """At least this many bytes."""
-        for key, memory in reversed(list(self._spare.items())):
-            if size <= memory.nbytes <= MOST_TOO_LARGE * size and self._spare.pop(key, None) is not None:
-                return memory
-        return torch.empty(size + size // 8, dtype=torch.uint8, device="cpu").numpy()
+    def _make(self, kind: Kind) -> torch.Tensor:
+        kept = self._kept
+        for number, seen in reversed(list(kept.items())):
+            if seen.kind != kind or kept.pop(number, None) is None:
+                continue  # taken out while it is looked at: there may be other threads
+            made = seen.base.data if seen.is_free() else None
+            kept[number] = seen
+            if made is not None:
+                return made
+        if not self._most_kept:
+            return torch.empty(kind[0], self._hidden, dtype=kind[1], device="cpu")
+        one = Kept(kind, self._hidden)
+        made = one.base.data
+        kept[one.number] = one
+        for number in list(kept)[: max(0, len(kept) - self._most_kept)]:
+            kept.pop(number, None)
+        return made
 
-    def _come_back(self, loan: weakref.ref[Array]) -> None:
-        """In whatever thread lets go of the last tensor."""
-        _, memory = self._lent.pop(id(loan))
-        self._spare[id(memory)] = memory
-        for key in list(self._spare)[: max(0, len(self._spare) - self._most_spare)]:
-            self._spare.pop(key, None)
+
+@functools.cache
+def can_tell() -> bool:
+    """Whether this torch says who holds a storage, which is no part of its documented interface."""
+    try:
+        kept = Kept((2, torch.float32), 1)
+        free = [kept.is_free()]
+        made = kept.base.data
+        free.append(not kept.is_free())
+        view = made[1:]
+        del made
+        free.append(not kept.is_free())
+        storage = view.untyped_storage()
+        del view
+        free.append(not kept.is_free())
+        del storage
+        free.append(kept.is_free())
+        return all(free)
+    except (AttributeError, RuntimeError, TypeError):
+        return False
