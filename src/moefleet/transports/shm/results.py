@@ -29,12 +29,14 @@ class Kept:
 
     __slots__ = ("at", "base", "free", "kind", "number", "storage")
 
+    number: int
+
     def __init__(self, kind: Kind, hidden: int) -> None:
         self.kind = kind
         with torch.inference_mode(False):  # it outlasts the caller's mode
             self.base = torch.empty(kind[0], hidden, dtype=kind[1], device="cpu")
         self.storage, self.at = self.base.untyped_storage(), self.base.data_ptr()
-        self.number: int = self.storage._cdata
+        self.number = self.storage._cdata
         # Tensors that there are, such as views and what autograd saved or NumPy borrowed; names of the storage itself.
         self.free = _use_count(self.number), getrefcount(self.storage)
 
@@ -49,7 +51,7 @@ class Results:
 
     def __init__(self, hidden: int) -> None:
         self._hidden, self._most_kept = hidden, MOST_KEPT if can_tell() else 0
-        self._kept: dict[int, Kept] = {}  # by number, the last used at the end
+        self._kept: list[Kept] = []  # the last used at the end
 
     def maker(self, count: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
         """What makes a tensor ``[count, H]``, the caller's own."""
@@ -61,21 +63,23 @@ class Results:
         self._kept.clear()
 
     def _make(self, kind: Kind) -> torch.Tensor:
-        kept = self._kept
-        for number, seen in reversed(list(kept.items())):
-            if seen.kind != kind or kept.pop(number, None) is None:
-                continue  # taken out while it is looked at: there may be other threads
-            made = seen.base.data if seen.is_free() else None
-            kept[number] = seen
-            if made is not None:
-                return made
-        if not self._most_kept:
-            return torch.empty(kind[0], self._hidden, dtype=kind[1], device="cpu")
-        one = Kept(kind, self._hidden)
+        kept, passed = self._kept, []
+        try:
+            while True:
+                one = kept.pop()  # so that no other thread looks at it meanwhile
+                if one.kind == kind and one.is_free():
+                    break
+                passed.append(one)
+        except IndexError:
+            if not self._most_kept:
+                return torch.empty(kind[0], self._hidden, dtype=kind[1], device="cpu")
+            one = Kept(kind, self._hidden)
         made = one.base.data
-        kept[one.number] = one
-        for number in list(kept)[: max(0, len(kept) - self._most_kept)]:
-            kept.pop(number, None)
+        if passed:
+            kept.extend(reversed(passed))
+        kept.append(one)
+        if len(kept) > self._most_kept:
+            del kept[: len(kept) - self._most_kept]
         return made
 
 
