@@ -74,11 +74,10 @@ class _Bound:
         self._first = 4 + len(front)
 
     def __call__(self, stream: int, *first: torch.Tensor) -> None:
-        everything, at = self._all, self._first
+        everything = self._all
         everything[3] = stream
-        for tensor in first:
+        for at, tensor in enumerate(first, self._first):
             everything[at] = tensor.data_ptr()
-            at += 1
         self._run(*everything)
 
 

@@ -1,7 +1,7 @@
 """Sums that the caller gives no place: their memory is used again once nobody holds it.
 
-A new tensor is what costs most of all that Python does between two phases, and a large one's memory malloc may take
-from the kernel, and give back, in every step: new pages cost up to a fifth of it.
+Malloc may take the memory of a large one from the kernel, and give it back, in every step: new pages cost up to a
+quarter of it.
 """
 
 from __future__ import annotations
