@@ -32,13 +32,14 @@ LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_topk_ids(topk_ids: torch.Tensor, params: FleetParams, device: torch.device) -> torch.Tensor:
-    """Shape, dtype, device and, on the CPU, the values of ``topk_ids`` ``[T, K]`` (int32 or int64).
+    """``topk_ids`` ``[T, K]`` (int32 or int64), checked: shape, dtype, device and, on the CPU, the values.
 
     Raises:
         MoEEpConfigError: something is off; ``T > M`` and ``K > max_topk`` included.
     """
     shape = topk_ids.shape if isinstance(topk_ids, torch.Tensor) and topk_ids.dim() == 2 else (None, None)
     check_tensor("topk_ids", topk_ids, shape=shape, dtypes=(torch.int32, torch.int64), device=device)
+    topk_ids = topk_ids.resolve_neg()
     tokens, topk = topk_ids.shape
     if tokens > params.max_tokens_per_rank:
         raise config_error(
@@ -61,7 +62,7 @@ def check_topk_ids(topk_ids: torch.Tensor, params: FleetParams, device: torch.de
 
 
 def check_topk_weights(weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-    """``weights`` ``[T, K]`` beside its ids, as float32 (a copy only if another floating type came)."""
+    """``weights`` ``[T, K]`` beside its ids, as float32 (a copy only where that takes one)."""
     check_tensor(
         "HandleAlgoKnobTopKWeights.weights",
         weights,
@@ -69,7 +70,7 @@ def check_topk_weights(weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.T
         dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64),
         device=topk_ids.device,
     )
-    return weights if weights.dtype == torch.float32 else weights.to(torch.float32)
+    return weights.to(torch.float32).resolve_neg()
 
 
 @dataclass(frozen=True)

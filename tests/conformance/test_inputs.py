@@ -41,7 +41,12 @@ def tail_of_a_buffer(t: torch.Tensor) -> torch.Tensor:
     return torch.cat([t.new_full((3,), 77), t.flatten()])[3:].view(t.shape)
 
 
-WAYS = (every_other_row, part_of_wider_rows, every_other_column, transposed, tail_of_a_buffer)
+def negated_twice(t: torch.Tensor) -> torch.Tensor:
+    """What ``torch.view_as_real(z.conj())`` gives: the memory holds the negative numbers."""
+    return torch._neg_view(-t)
+
+
+WAYS = (every_other_row, part_of_wider_rows, every_other_column, transposed, tail_of_a_buffer, negated_twice)
 
 
 def as_is(t: torch.Tensor) -> torch.Tensor:
@@ -78,6 +83,26 @@ def test_sums_over_rows_of_any_stride_are_rounded_alike(ranks: Ranks, layout: Ep
     problem = ranks.problem([9, 5], experts=8, topk=8, hidden=72, dtype=dtype, special="distinct")
     for first, *others in ranks(strided, ranks.params(problem, layout), problem, "rows", world=2):
         assert all(torch.equal(first[1], other[1]) for other in others)
+
+
+def into_a_view(ctx: RankContext, params: FleetParams, problem: Problem, way: Callable[..., torch.Tensor]) -> Any:
+    fleet, (x, ids, weights) = ctx.fleet(params), ctx.mine(problem)
+    given, got = way(torch.full_like(x, 77)), []
+    for _ in range(3):
+        with routed(fleet, ids, weights) as handle:
+            out = handle.dispatch(sent(x))
+            first = received(out)
+            assert handle.combine(made(compute(fleet, out), out=given)).x is given
+            got.append((first, given.clone()))
+    return got
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_results_are_written_to_views(ranks: Ranks, layout: EpLayout, way: Callable[..., torch.Tensor]) -> None:
+    problem = ranks.problem([4, 3], topk=3)
+    params = ranks.params(problem, layout)
+    for got in zip(*ranks(into_a_view, params, problem, way, world=2), strict=True):
+        check_step(problem, params, got, ranks.transport.has("canonical_order"))
 
 
 def one_row_for_all(ctx: RankContext, params: FleetParams, problem: Problem) -> Any:

@@ -332,7 +332,7 @@ class HalvesHandle(Handle, Generic[F, S]):
             )
         check_tensor("DispatchInputParams.x[0]", params.x[0], shape=shape, dtypes=dtypes, device=device)
         if want == 1:
-            return params.x[0].detach(), None
+            return _own_values(params.x[0]), None
         scales = params.x[1]
         check_tensor("DispatchInputParams.x[1]", scales, shape=(count, None), dtypes=(scales.dtype,), device=device)
         if scales.shape[1] * scales.element_size() != p.scale_bytes_per_token:
@@ -341,7 +341,7 @@ class HalvesHandle(Handle, Generic[F, S]):
                 f"{scales.shape[1]} scales of {scales.dtype} per token",
                 f"scale_bytes_per_token = {p.scale_bytes_per_token} bytes in all",
             )
-        return params.x[0].detach(), scales.detach()
+        return _own_values(params.x[0]), _own_values(scales)
 
     def _check_rows(self, params: CombineInputParams, open_: OpenStep) -> tuple[torch.Tensor, torch.Tensor | None]:
         if len(params.x) != 1:
@@ -354,7 +354,7 @@ class HalvesHandle(Handle, Generic[F, S]):
         if out is not None:
             want = (self._shape[0], rows.shape[-1])
             check_tensor("CombineInputParams.out", out, shape=want, dtypes=(rows.dtype,), device=device)
-        return rows.detach(), out
+        return _own_values(rows), out
 
     def _check_room(self, rows: int) -> None:
         """Whether the rows that arrived fit, and are as many as the caller said."""
@@ -381,6 +381,11 @@ class HalvesHandle(Handle, Generic[F, S]):
     def _opened(self) -> S:
         assert self._open is not None, "phases and open steps go together"
         return self._open
+
+
+def _own_values(tensor: torch.Tensor) -> torch.Tensor:
+    """What transports may read as memory: no gradient, and no view of the negative of what is there."""
+    return tensor.detach().resolve_neg()
 
 
 class _FailingAlone:

@@ -81,9 +81,11 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
             self._expect(Phase.RECEIVED, "combine")
         open_, rows, out = self._opened(), params.x[0] if len(params.x) == 1 else None, params.out
         try:
-            launch = None if out is None else self._bound.get(("combine", self._shape, _kind(rows), _kind(out)))
+            launch = self._bound.get(("combine", self._shape, _kind(rows), _kind(out)))
             if launch is not None:
-                assert rows is not None and out is not None, "their kinds were bound"
+                assert rows is not None, "its kind was bound"
+                if out is None:
+                    out = self._new_result(rows)
                 launch(self._stream(), rows, out)
             else:
                 rows, open_.result = self._check_rows(params, open_)
@@ -96,7 +98,6 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
         self._fleet.steps.close(open_.step)
         if self._fleet.checking:
             self._fleet.check_now()
-        assert out is not None, "it was given or made"
         return CombineOutput(out)
 
     def dispatch_send_only(self, params: DispatchInputParams) -> None:
@@ -144,6 +145,7 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
         kinds = self._shape, _kind(tokens), _kind(scales)
         if ("dispatch", 0, kinds) not in self._bound or len(params.x) > 2 or not self._ready(Phase.IDLE):
             tokens, scales = self._checked_input(params)
+            kinds = self._shape, _kind(tokens), _kind(scales)
         assert tokens is not None, "it was checked"
         open_ = self._opening(tokens, scales)
         open_.kinds, open_.sent, open_.scales, self._open = kinds, tokens, scales, open_
@@ -207,16 +209,19 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
     def _launch_combine(self, open_: NVLinkStep, rows: torch.Tensor, *, send: bool, receive: bool) -> torch.Tensor:
         assert self._slot is not None, "a handle has a slot from its creation on"
         result, out, tight = open_.result, open_.result, rows.contiguous()
-        if out is None or not out.is_contiguous():
-            out = torch.empty((self._shape[0], rows.shape[-1]), dtype=rows.dtype, device=rows.device)
+        if out is None or not out.is_contiguous() or out.is_neg():
+            out = self._new_result(rows)
         staged = not (send and receive)
         launch = self._fleet.engine.bind_combine(self._slot, tight, out, self._shape[1], send, receive, staged)
         launch(self._stream(), tight, out)
-        if result is None:
+        if tight is rows and not staged and (result is None or result is out):
+            self._bound["combine", self._shape, _kind(rows), _kind(result)] = launch
+        if result is None or result is out:
             return out
-        if result is out and tight is rows and send and receive:
-            self._bound["combine", self._shape, _kind(rows), _kind(out)] = launch
-        return result if result is out or not receive else result.copy_(out)
+        return result.copy_(out) if receive else result
+
+    def _new_result(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.empty((self._shape[0], rows.shape[-1]), dtype=rows.dtype, device=rows.device)
 
     def _honour(self, knob: HandleAlgoKnob) -> None:
         if isinstance(knob, HandleAlgoKnobUserStream):
@@ -240,4 +245,5 @@ def _kind(tensor: object) -> Hashable:
     """All that checks and kernels depend on, the numbers aside."""
     if not isinstance(tensor, torch.Tensor):
         return None
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.data_ptr() & 15
+    place = tensor.get_device(), tensor.data_ptr() & 15
+    return tensor.dtype, tensor.shape, tensor.stride(), *place, tensor.is_neg()
