@@ -10,6 +10,9 @@ import struct
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 WORDS_PER_LINE = 8
 SETS = 2
 """Alternating buffer sets: step ``s`` uses set ``s % SETS``, so at most this many steps are open."""
@@ -87,6 +90,12 @@ TOKENS_AT = _HEADER.size - 16
 def as_bits(ranks: int) -> bytes:
     """A set of ranks, bit ``r`` set where rank ``r`` belongs to it, as headers and the compiled helper hold it."""
     return ranks.to_bytes(MASK_BYTES, "little")
+
+
+def as_flags(ranks: int, world_size: int) -> npt.NDArray[np.bool_]:
+    """``[W]`` whether each rank belongs to a set of ranks: more than an integer of NumPy has bits for."""
+    bits = np.frombuffer(as_bits(ranks), np.uint8)
+    return np.unpackbits(bits, count=world_size, bitorder="little").view(np.bool_)
 
 
 class Header(NamedTuple):

@@ -163,7 +163,7 @@ def params_of(layout: EpLayout, experts: int, most: int, hidden: int, **more: in
     return FleetParams(experts, most, hidden, algorithm=algorithm, layout=layout, **more)
 
 
-MOST, TOPK = 5, 4
+MOST, TOPK = 5, 16
 
 
 @st.composite
@@ -181,7 +181,7 @@ def problems(draw: st.DrawFn) -> tuple[FleetParams, Placement, list[Step]]:
     )
     steps = []
     for _ in range(draw(st.integers(1, 4))):
-        topk, dtype = draw(st.integers(1, TOPK)), draw(st.sampled_from(DTYPES[params.dtype_bytes]))
+        topk, dtype = draw(st.sampled_from([1, 2, 3, 4, 8, TOPK])), draw(st.sampled_from(DTYPES[params.dtype_bytes]))
         dice = torch.Generator().manual_seed(draw(st.integers(0, 999)))
         counts = [draw(st.integers(0, MOST)) for _ in range(world)]
         step = Step([], [], [], [])
@@ -230,6 +230,17 @@ def test_wide_rows(
             step.tokens.append(rows.to(dtype))
         steps.append(step)
     same(params, Placement.contiguous(6, 3), steps)
+
+
+@pytest.mark.parametrize("layout", list(EpLayout), ids=lambda layout: layout.name.lower())
+def test_more_ranks_than_bits_of_a_word(layout: EpLayout) -> None:
+    world, dice = 66, torch.Generator().manual_seed(2)
+    step = Step([], [], [], [None] * world, placed=tuple(range(0, world, 2)), stay=True)
+    for _ in range(world):
+        step.ids.append(torch.randint(-1, world, (2, 3), generator=dice))
+        step.weights.append(torch.randn(2, 3, generator=dice))
+        step.tokens.append(torch.randn(2, 4, generator=dice))
+    same(params_of(layout, world, 2, 4, dtype_bytes=4, max_topk=3), Placement.contiguous(world, world), [step])
 
 
 def test_rows_that_are_not_contiguous() -> None:

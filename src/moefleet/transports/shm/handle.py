@@ -13,7 +13,7 @@ import torch
 from ...errors import MoEEpPeerError
 from ...fleet.halves import HalvesHandle, OpenStep, Phase
 from ...knobs import HandleAlgoKnob, HandleAlgoKnobTopKWeights
-from ...substrate.control import SETS, Operation
+from ...substrate.control import SETS, Operation, as_flags
 from ...substrate.inbox import Inbox
 from ...substrate.rowtypes import row_code
 from ...tensors import CombineInputParams, CombineOutput, DispatchInputParams, DispatchOutput, HandleParams, is_plain
@@ -350,7 +350,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
     def _rescaled(self, summed: torch.Tensor, present: int) -> torch.Tensor:
         """Rows that lost some of their experts, times (sum of all weights) / (sum of the live ones)."""
         fleet, routing = self._fleet, self._routed()
-        live = np.append((present >> np.arange(fleet.bootstrap.world_size)) & 1 > 0, False)
+        live = np.append(as_flags(present, fleet.bootstrap.world_size), False)
         owner = fleet.owner_table.take(routing.ids, mode="wrap")
         total = routing.weights.sum(axis=1, where=owner >= 0)
         left = routing.weights.sum(axis=1, where=live[owner])

@@ -7,6 +7,7 @@ import torch
 
 from ...config import EpLayout, FleetParams
 from ...placement import Placement
+from ...substrate.control import as_flags
 from ...substrate.gather import sum_bags, weighted_sum_bags
 from ...substrate.inbox import Inbox
 from ...substrate.routes import Arrivals, ExpertBlocks, Homecoming, Ints, arrivals_among, count_to, homecoming
@@ -108,7 +109,7 @@ class PortableMoves(Moves[PortableInbox]):
         self, back: Homecoming, present: int, starts: Ints, counts: Ints
     ) -> tuple[Homecoming, int | None]:
         """Leave out what ranks would have sent that are missing, or that took this one for missing, and name one."""
-        here = (present >> np.arange(self._world)) & 1 > 0
+        here = as_flags(present, self._world)
         due, room = np.bincount(back.rank, minlength=self._world), self._params.recv_capacity(self._world)
         unserved = here & ((counts != due) | (starts < 0) | (starts > room - due))
         if here.all() and not unserved.any():
