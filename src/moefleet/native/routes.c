@@ -2,7 +2,7 @@
    push.c does not place. Peers' numbers are taken within bounds: memory of a peer that a step went on without may change
    while it is read. */
 
-#include "moefleet.h"
+#include "slots.h"
 
 #include <string.h>
 
@@ -147,7 +147,8 @@ static void hide(Inbox *inbox, int64_t topk, int64_t block, int64_t first, int64
 static int64_t take(const Fleet *fleet, Inbox *inbox, int64_t set)
 {
     int64_t taken = 0, entries = 0, topk = inbox->topk;
-    int expert_major = fleet->layout == EXPERT_MAJOR;
+    int64_t places = fleet->layout == FLAT ? fleet->block : fleet->block * fleet->world;
+    int expert_major = fleet->layout == EXPERT_MAJOR, in_slots = !expert_major && topk % SLOTS == 0;
     memset(inbox->expert_rows, 0, (size_t)fleet->locals * 8);
     if (expert_major)
         memset(inbox->counts, 0, (size_t)fleet->locals * 4);
@@ -158,16 +159,20 @@ static int64_t take(const Fleet *fleet, Inbox *inbox, int64_t set)
         int64_t first = taken;
         inbox->bounds[source] = first;
         for (int64_t t = 0; t < inbox->brought[source]; t++, ids += topk, weights += topk) {
+            int64_t place = fleet->layout == RANK_MAJOR ? source * fleet->block + taken - first : taken;
+            if (in_slots && place < places) {
+                if (show_slots(fleet, inbox, ids, weights, topk, place))
+                    inbox->token[taken++] = (int32_t)t;
+                continue;
+            }
             if (!look_up(fleet, ids, topk, inbox->local))
                 continue;
             inbox->token[taken] = (int32_t)t;
             if (expert_major) {
                 inbox->bag[taken] = entries;
                 entries += enter(fleet, inbox, weights, topk, entries);
-            } else if (fleet->layout == RANK_MAJOR) {
-                show(inbox, weights, topk, source * fleet->block + taken - first);
-            } else if (taken < fleet->block) {
-                show(inbox, weights, topk, taken);
+            } else if (place < places) {
+                show(inbox, weights, topk, place);
             }
             taken++;
         }
