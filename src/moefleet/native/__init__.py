@@ -1,10 +1,10 @@
 """The compiled helper: a step's work on rows and routing, and experts of few rows, in C, where there is a compiler.
 
 It is optional. Transports and kernels do the same in numpy and torch where the helper cannot be had, or
-``MOEFLEET_NATIVE=0`` says that it is not wanted. ``routes.c`` and ``push.c`` hold the movements of a step of shm,
-``pages.c`` their memory, ``flags.c`` its commits, ``phases.c`` both in one call; ``bags.c`` is about rows of any
-table; ``rows.c`` copies, sums; ``experts.c`` is what experts make of few rows. ``build.py`` compiles them once into
-the user's cache folder; ``structs.py`` mirrors what C and Python share.
+``MOEFLEET_NATIVE=0`` says that it is not wanted. ``routes.c`` (with ``slots.h``) and ``push.c`` hold the movements of
+a step of shm, ``pages.c`` their memory, ``flags.c`` its commits, ``phases.c`` both in one call; ``bags.c`` is about
+rows of any table; ``rows.c`` copies, sums; ``experts.c`` is what experts make of few rows. ``build.py`` compiles them
+once into the user's cache folder; ``structs.py`` mirrors what C and Python share.
 """
 
 from __future__ import annotations
@@ -16,9 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .build import CannotBuild, load
-from .structs import FleetStruct, InboxStruct, PartStruct, SentStruct
+from .structs import CALL, READ, FleetStruct, InboxStruct, PartStruct, SentStruct
 
-__all__ = ["FleetStruct", "InboxStruct", "PartStruct", "SentStruct", "Status", "library", "status"]
+__all__ = [
+    "CALL",
+    "READ",
+    "FleetStruct",
+    "InboxStruct",
+    "PartStruct",
+    "SentStruct",
+    "Status",
+    "library",
+    "status",
+]
 
 SWITCH = "MOEFLEET_NATIVE"
 

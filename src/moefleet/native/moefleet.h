@@ -89,6 +89,26 @@ typedef struct {
     int64_t made_type, made_pitch, made_dtype; /* of the experts' rows: type, and the same */
 } Part;
 
+/* What the calls that every step makes take, one after the other in one string of bytes: Python takes longer to convert
+   six arguments than to pack them. */
+typedef struct {
+    Fleet *fleet;
+    const Part *part;
+    int64_t step, round;
+    const char *rows;                              /* tokens, or what experts made of those that arrived */
+    char *to;                                      /* [T, H] where combine puts sums */
+    uint8_t mask[MAX_RANKS / 8], taking[MAX_RANKS / 8]; /* whom this rank trusts, and of those who takes part, as bits */
+} Call;
+
+typedef struct {
+    const void *ids; /* of 8 bytes (wide) or 4 */
+    int64_t wide;
+    const float *weights;
+    int64_t slots, experts;
+    int32_t *ids_to;
+    float *weights_to;
+} Read;
+
 static inline char *segment(const Fleet *fleet, int64_t rank)
 {
     return fleet->base + rank * fleet->stride;

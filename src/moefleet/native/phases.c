@@ -4,17 +4,24 @@
 #include "moefleet.h"
 
 #include <sched.h>
+#include <string.h>
 
 /* How far a call came. */
 enum { ROUTES_COMMITTED, COMMITTED, REFUSED, DONE };
 
-/* Dispatch: bring tokens, and find those that are for this rank. taking: whom this rank trusts, as bits.
+/* Dispatch: bring tokens, and find those that are for this rank. packed: a Call.
 
    Returns how far it came; where that is to the end, plus how many rows arrived. */
-int64_t moefleet_dispatch(Fleet *fleet, const Part *part, int64_t step, int64_t round, const char *tokens,
-                          const uint8_t *taking)
+int64_t moefleet_dispatch(const char *packed)
 {
-    int64_t set = step % SETS, count = part->count, topk = part->topk, dtype = part->dtype, placed = part->placed;
+    Call call;
+    memcpy(&call, packed, sizeof call); /* nothing says that it is aligned */
+    Fleet *fleet = call.fleet;
+    const Part *part = call.part;
+    const char *tokens = call.rows;
+    const uint8_t *taking = call.mask;
+    int64_t step = call.step, round = call.round, set = step % SETS;
+    int64_t count = part->count, topk = part->topk, dtype = part->dtype, placed = part->placed;
     Inbox *inbox = part->inbox;
     moefleet_begin(fleet, step);
     moefleet_store(fleet, set, count, placed ? NULL : tokens, part->pitch, part->scales, part->scale_pitch, part->ids,
@@ -44,22 +51,23 @@ int64_t moefleet_dispatch(Fleet *fleet, const Part *part, int64_t step, int64_t 
     return DONE + rows;
 }
 
-/* Combine: give the experts' rows back, and sum what comes home to `to` [T, H].
-
-   mask: whom this rank trusts, as bits; taking: those of them that took part in dispatch.
+/* Combine: give the experts' rows back, and sum what comes home. packed: a Call.
 
    Returns how far it came; where that is to the end, plus what moefleet_sum says. */
-int64_t moefleet_combine(Fleet *fleet, const Part *part, int64_t step, int64_t round, const char *rows,
-                         const uint8_t *mask, const uint8_t *taking, char *to)
+int64_t moefleet_combine(const char *packed)
 {
-    int64_t set = step % SETS, type = part->made_type;
+    Call call;
+    memcpy(&call, packed, sizeof call);
+    Fleet *fleet = call.fleet;
+    const Part *part = call.part;
+    int64_t step = call.step, set = step % SETS, type = part->made_type;
     moefleet_combining(fleet, step);
-    int64_t placed = moefleet_give(fleet, part->inbox, set, type, rows, part->made_pitch);
-    moefleet_commit(fleet, COMBINE, step, round, part->inbox->total, placed, 0, part->made_dtype, mask);
-    if (!moefleet_collect(fleet, COMBINE, step, taking))
+    int64_t placed = moefleet_give(fleet, part->inbox, set, type, call.rows, part->made_pitch);
+    moefleet_commit(fleet, COMBINE, step, call.round, part->inbox->total, placed, 0, part->made_dtype, call.mask);
+    if (!moefleet_collect(fleet, COMBINE, step, call.taking))
         return COMMITTED;
-    int64_t unserved =
-        moefleet_sum(fleet, set, type, part->ids, part->count, part->topk, taking, fleet->said_placed, to);
+    int64_t unserved = moefleet_sum(fleet, set, type, part->ids, part->count, part->topk, call.taking,
+                                    fleet->said_placed, call.to);
     if (!unserved)
         moefleet_close(fleet, step);
     return DONE + unserved;

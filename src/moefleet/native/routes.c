@@ -6,24 +6,24 @@
 
 #include <string.h>
 
-/* Copy routing: ids of 8 bytes (wide) or 4, and weights. Returns 0, and copies nothing, where an id is none of -1 to
-   experts - 1. */
-int64_t moefleet_read(const void *ids, int64_t wide, const float *weights, int64_t slots, int64_t experts,
-                      int32_t *ids_to, float *weights_to)
+/* Copy routing. packed: a Read. Returns 0, and copies nothing, where an id is none of -1 to experts - 1. */
+int64_t moefleet_read(const char *packed)
 {
-    const int64_t *wide_ids = ids;
-    const int32_t *short_ids = ids;
+    Read read;
+    memcpy(&read, packed, sizeof read);
+    const int64_t *wide_ids = read.ids;
+    const int32_t *short_ids = read.ids;
     int bad = 0;
-    for (int64_t slot = 0; slot < slots; slot++) {
-        int64_t id = wide ? wide_ids[slot] : short_ids[slot];
-        bad |= id < -1 || id >= experts;
+    for (int64_t slot = 0; slot < read.slots; slot++) {
+        int64_t id = read.wide ? wide_ids[slot] : short_ids[slot];
+        bad |= id < -1 || id >= read.experts;
     }
     if (bad)
         return 0;
-    for (int64_t slot = 0; slot < slots; slot++)
-        ids_to[slot] = wide ? (int32_t)wide_ids[slot] : short_ids[slot];
-    if (slots)
-        memcpy(weights_to, weights, (size_t)slots * 4);
+    for (int64_t slot = 0; slot < read.slots; slot++)
+        read.ids_to[slot] = read.wide ? (int32_t)wide_ids[slot] : short_ids[slot];
+    if (read.slots)
+        memcpy(read.weights_to, read.weights, (size_t)read.slots * 4);
     return 1;
 }
 
@@ -395,6 +395,6 @@ int64_t moefleet_sum(Fleet *fleet, int64_t set, int64_t type, const int32_t *ids
 /* Sizes of what structs.py mirrors. */
 int64_t moefleet_sizes(int64_t which)
 {
-    static const size_t sizes[] = {sizeof(Fleet), sizeof(Inbox), sizeof(Part)};
+    static const size_t sizes[] = {sizeof(Fleet), sizeof(Inbox), sizeof(Part), sizeof(Call), sizeof(Read)};
     return (int64_t)sizes[which];
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from ctypes import c_char_p, c_double, c_int64, c_void_p
 from typing import Any, ClassVar
 
@@ -72,8 +73,11 @@ class PartStruct(ctypes.Structure):
     )  # fmt: skip
 
 
+CALL, READ = struct.Struct("6q32s32s"), struct.Struct("7q")
+"""What ``dispatch`` and ``combine``, and ``read``, take as bytes; see ``moefleet.h``."""
+
 CALLS: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "read": (c_int64, (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p)),
+    "read": (c_int64, (c_char_p,)),
     "store": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
     "push": (None, (c_void_p, c_int64, c_void_p, c_char_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
     "arrive": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
@@ -82,8 +86,8 @@ CALLS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "sum": (c_int64, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_char_p, c_void_p, c_void_p)),
     "commit": (None, (c_void_p, *(c_int64,) * 7, c_char_p)),
     "collect": (c_int64, (c_void_p, c_int64, c_int64, c_char_p)),
-    "dispatch": (c_int64, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_char_p)),
-    "combine": (c_int64, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_char_p, c_char_p, c_void_p)),
+    "dispatch": (c_int64, (c_char_p,)),
+    "combine": (c_int64, (c_char_p,)),
     "copy_rows": (
         c_int64,
         (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
@@ -114,7 +118,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         except AttributeError as error:
             raise OSError(f"it has no moefleet_{name}") from error
         call.restype, call.argtypes = result, arguments
-    for which, struct in enumerate((FleetStruct, InboxStruct, PartStruct)):
-        if library.moefleet_sizes(which) != ctypes.sizeof(struct):
-            raise OSError(f"its {struct.__name__} has another size")
+    sizes = {each.__name__: ctypes.sizeof(each) for each in (FleetStruct, InboxStruct, PartStruct)}
+    for which, (name, size) in enumerate({**sizes, "Call": CALL.size, "Read": READ.size}.items()):
+        if library.moefleet_sizes(which) != size:
+            raise OSError(f"its {name} has another size")
     return library

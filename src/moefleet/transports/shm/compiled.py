@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from ...config import EpLayout, FleetParams
-from ...native import FleetStruct, InboxStruct, SentStruct
+from ...native import READ, FleetStruct, InboxStruct, SentStruct
 from ...placement import Placement
 from ...substrate.control import SETS, as_bits
 from ...substrate.inbox import Inbox
@@ -25,6 +25,7 @@ from .quick import Tokens
 from .results import Results
 
 _LAYOUTS = {EpLayout.EXPERT_MAJOR: 0, EpLayout.RANK_MAJOR: 1, EpLayout.FLAT: 2}
+_READ = READ.pack
 
 
 class NativeInbox(Inbox):
@@ -155,10 +156,11 @@ class NativeMoves(Moves[NativeInbox]):
         self.struct.owner = owners.ctypes.data
 
     def read(self, routing: Routing, ids: torch.Tensor, weights: torch.Tensor) -> bool:
-        if not self._read(
+        packed = _READ(
             ids.data_ptr(), ids.dtype is torch.int64, weights.data_ptr(), ids.numel(), self._experts,
             routing.ids_at, routing.weights_at,
-        ):  # fmt: skip
+        )  # fmt: skip
+        if not self._read(packed):
             return False
         routing.back = None
         return True

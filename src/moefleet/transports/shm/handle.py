@@ -21,7 +21,7 @@ from . import low_precision
 from .buffers import BufferSet
 from .compiled import NativeInbox
 from .moves import Ranks, Routing
-from .whole import Known, Part, Reached
+from .whole import Known, Part, Reached, pack
 
 if TYPE_CHECKING:
     from .fleet import ShmFleet
@@ -104,8 +104,11 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
         try:
             fleet.tokens_sent += self._shape[0]
             reached = whole.dispatch_call(
-                whole.fleet, part.address, step, fleet.faults.epoch, tokens.data_ptr(), whole.everybody
-            )
+                pack(
+                    whole.fleet, part.address, step, fleet.faults.epoch, tokens.data_ptr(), 0, whole.everybody,
+                    whole.everybody,
+                )
+            )  # fmt: skip
             open_.arrived, open_.present = reached - _DONE, fleet.faults.everybody
             if reached < _DONE or fleet.faults.tolerant:
                 self._go_on(open_, part, Parcel(tokens, None, part.struct.dtype, part.struct.placed > 0), reached)
@@ -136,8 +139,10 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             if out is None:
                 out = part.make()
             reached = whole.combine_call(
-                whole.fleet, part.address, open_.step, fleet.faults.epoch, rows.data_ptr(), whole.everybody,
-                whole.everybody, out.data_ptr(),
+                pack(
+                    whole.fleet, part.address, open_.step, fleet.faults.epoch, rows.data_ptr(), out.data_ptr(),
+                    whole.everybody, whole.everybody,
+                )
             )  # fmt: skip
             if reached != _DONE or fleet.faults.tolerant:
                 return self._close(open_, self._came_home(open_, out, reached, open_.present))

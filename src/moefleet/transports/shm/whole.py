@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ...native import PartStruct
+from ...native import CALL, PartStruct
 from ...substrate.control import SETS, as_bits
 from ...substrate.faults import FaultState
 from ...substrate.native_gather import TYPE_CODES
@@ -24,6 +24,9 @@ from ...tensors import is_plain
 from .compiled import NativeInbox, NativeMoves
 from .moves import Routing
 from .results import Results
+
+pack = CALL.pack
+"""Makes of a call's arguments what :attr:`WholePhases.dispatch_call` and ``combine_call`` take."""
 
 MOST_SHAPES = 16
 """Of handles that have left something, the last used: prompts have any number of tokens."""
@@ -101,8 +104,8 @@ class WholePhases:
         faults: whom this rank trusts.
 
     Attributes:
-        dispatch_call, combine_call: the helper's own, see ``phases.c``.
-        fleet: its first argument.
+        dispatch_call, combine_call: the helper's own, see ``phases.c``; of what :data:`pack` makes.
+        fleet: the first that goes into it.
         everybody: all ranks, as it takes them.
         known: of each handle that is used again and again. It ends with this topology, whose memory it needs.
         results: memory for sums.
@@ -158,10 +161,9 @@ class WholePhases:
             placed, -1 if expected is None else expected,
         )  # fmt: skip
         part, faults = Part(self.fleet, inbox, struct, scaled), self._faults
-        reached = self.dispatch_call(
-            self.fleet, part.address, step, faults.epoch, tokens.data_ptr(), as_bits(faults.trusted)
-        )
-        return part, reached
+        trusted = as_bits(faults.trusted)
+        packed = pack(self.fleet, part.address, step, faults.epoch, tokens.data_ptr(), 0, trusted, trusted)
+        return part, self.dispatch_call(packed)
 
     def combine(
         self, step: int, part: Part, rows: torch.Tensor, present: int, out: torch.Tensor | None
@@ -174,8 +176,8 @@ class WholePhases:
         out = self._moves.room(rows.dtype, struct.count, out)
         given, struct.made_pitch = self._moves.pitched(rows)
         struct.made_type, struct.made_dtype = TYPE_CODES[rows.dtype], row_code(rows.dtype, None)
-        reached = self.combine_call(
-            self.fleet, part.address, step, faults.epoch, given.data_ptr(), as_bits(faults.trusted), as_bits(present),
-            out.data_ptr(),
+        packed = pack(
+            self.fleet, part.address, step, faults.epoch, given.data_ptr(), out.data_ptr(), as_bits(faults.trusted),
+            as_bits(present),
         )  # fmt: skip
-        return out, reached
+        return out, self.combine_call(packed)
