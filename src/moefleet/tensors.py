@@ -124,16 +124,18 @@ def is_plain(tensor: object, shape: Sequence[int], dtypes: Sequence[torch.dtype]
 
     A quick yes on the way of every step. After a no, :func:`check_tensor` says whether anything is wrong.
     """
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.dtype in dtypes
-        and not tensor.is_nested  # it has no shape
-        and tensor.shape == shape
-        and tensor.device == device
-        and tensor.is_contiguous()
-        and not tensor.requires_grad
-        and not tensor.is_neg()
-    )
+    try:
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.dtype in dtypes
+            and tensor.shape == shape
+            and tensor.device == device
+            and tensor.is_contiguous()
+            and not tensor.requires_grad
+            and not tensor.is_neg()
+        )
+    except RuntimeError:  # a nested tensor has no shape
+        return False
 
 
 def check_tensor(

@@ -138,6 +138,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             open_.dtype, open_.result = rows.dtype, out
             if out is None:
                 out = part.make()
+            output = CombineOutput(out)  # before the call: after it, rows have pushed out what that takes
             reached = whole.combine_call(
                 pack(
                     whole.fleet, part.address, open_.step, fleet.faults.epoch, rows.data_ptr(), out.data_ptr(),
@@ -151,7 +152,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             raise
         self._open, self._phase, open_.result = None, _IDLE, None
         fleet.steps.open.discard(open_.step)
-        return CombineOutput(out)
+        return output
 
     def _read(self, params: HandleParams, knobs: Sequence[HandleAlgoKnob]) -> None:
         ids, limits = params.topk_ids, self._fleet.params

@@ -27,7 +27,7 @@ Kind = tuple[int, torch.dtype]
 class Kept:
     """A tensor that callers have only as others over its memory."""
 
-    __slots__ = ("at", "base", "free", "kind", "number", "storage")
+    __slots__ = ("at", "base", "kind", "names", "number", "storage", "tensors")
 
     number: int
 
@@ -38,12 +38,15 @@ class Kept:
         self.storage, self.at = self.base.untyped_storage(), self.base.data_ptr()
         self.number = self.storage._cdata
         # Tensors that there are, such as views and what autograd saved or NumPy borrowed; names of the storage itself.
-        self.free = _use_count(self.number), getrefcount(self.storage)
+        self.tensors, self.names = _use_count(self.number), getrefcount(self.storage)
 
     def is_free(self) -> bool:
         """Whether nobody holds its memory, nor has moved it."""
-        holders = _use_count(self.number), getrefcount(self.storage)
-        return holders == self.free and self.base.data_ptr() == self.at
+        return (
+            _use_count(self.number) == self.tensors
+            and getrefcount(self.storage) == self.names
+            and self.base.data_ptr() == self.at
+        )
 
 
 class Results:

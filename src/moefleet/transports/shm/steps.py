@@ -194,9 +194,13 @@ class Steps:
         )
 
     def write_combined(self, step: int) -> None:
-        """Say that this rank is about to write over the rows that it combined for step ``step - 2``."""
-        self._group.words[self._group.blocks[self._group.rank] + _COMBINING] = step
-        fence()  # a reader that sees rows of this step sees its number too
+        """Say that this rank is about to write over the rows that it combined for step ``step - 2``.
+
+        Only :meth:`overtaken` asks, where the others may go on without a rank.
+        """
+        if self._faults.tolerant:
+            self._group.words[self._group.blocks[self._group.rank] + _COMBINING] = step
+            fence()  # a reader that sees rows of this step sees its number too
 
     def overtaken(self, operation: Operation, step: int) -> bool:
         """Whether a peer may have begun to reuse what was read for this phase: it is then worth nothing.
