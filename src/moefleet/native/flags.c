@@ -13,7 +13,8 @@
 #include <unistd.h>
 
 /* substrate/control.py has the same, and says what it means. */
-enum { STATE = 4, STEP = 5, OPERATION = 6, WAITING_ON = 7, WAITING_STEP = 8, WAITING_OPERATION = 9, FAILED = 10, COMBINING = 12 };
+enum { STATE = 4, STEP = 5, OPERATION = 6, WAITING_ON = 7, WAITING_STEP = 8, WAITING_OPERATION = 9 };
+enum { FAILED = 10, COMBINING = 12, BEGAN = 13, CORE = 14 };
 enum { RUNNING = 1 };
 typedef struct {
     int64_t generation, round, step, operation, topk, dtype, failed, origin, length;
@@ -74,9 +75,22 @@ static void wake_sleepers(const Fleet *fleet)
     }
 }
 
+static int64_t now_ns(clockid_t clock)
+{
+    struct timespec time;
+    clock_gettime(clock, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+static double now(clockid_t clock)
+{
+    return (double)now_ns(clock) * 1e-9;
+}
+
 /* Say that this rank runs this step. */
 void moefleet_begin(const Fleet *fleet, int64_t step)
 {
+    atomic_store_explicit(word(fleet, fleet->rank, BEGAN), (uint64_t)now_ns(CLOCK_MONOTONIC), memory_order_relaxed);
     atomic_store_explicit(word(fleet, fleet->rank, STATE), RUNNING, memory_order_relaxed);
     atomic_store_explicit(word(fleet, fleet->rank, STEP), (uint64_t)step, memory_order_relaxed);
     atomic_store_explicit(word(fleet, fleet->rank, OPERATION), DISPATCH, memory_order_relaxed);
@@ -115,6 +129,7 @@ void moefleet_commit(const Fleet *fleet, int64_t operation, int64_t step, int64_
     if (!parted || memcmp(mine->mask, mask, sizeof mine->mask))
         memcpy(mine->mask, mask, sizeof mine->mask);
     atomic_store_explicit(word(fleet, rank, OPERATION), (uint64_t)phase, memory_order_relaxed);
+    atomic_store_explicit(word(fleet, rank, CORE), (uint64_t)sched_getcpu(), memory_order_relaxed);
     atomic_store_explicit(word(fleet, rank, WAITING_ON), 0, memory_order_relaxed);
     if (early)
         atomic_store_explicit(word(fleet, rank, fleet->flags[ROUTES][set]), (uint64_t)step, memory_order_release);
@@ -122,13 +137,6 @@ void moefleet_commit(const Fleet *fleet, int64_t operation, int64_t step, int64_
     atomic_thread_fence(memory_order_seq_cst); /* store, then look: of the last two at least one sees that all came */
     if (!is_everybody(fleet, mask) || all_came(fleet, operation, step) || (early && all_came(fleet, ROUTES, step)))
         wake_sleepers(fleet);
-}
-
-static double now(clockid_t clock)
-{
-    struct timespec time;
-    clock_gettime(clock, &time);
-    return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
 }
 
 /* Look for the commits of all ranks in `taking` (bits) again and again, for a while, yielding the core. Fills in what
@@ -180,4 +188,24 @@ int64_t moefleet_collect(const Fleet *fleet, int64_t operation, int64_t step, co
         fleet->said_placed[rank] = theirs->placed;
     }
     return 1;
+}
+
+/* Let those in `taking` (bits) go first that share this rank's core, began the step before it and are not done with it.
+
+   Once all have committed, it is chance which rank of a core runs next, and the others wait until its rows have moved. In
+   the order in which they began, the slowest rank of a step takes less long, and all together no longer.
+
+   Returns how many there were. */
+int64_t moefleet_give_way(const Fleet *fleet, int64_t step, const uint8_t *taking)
+{
+    int64_t flag = fleet->flags[CLOSED][step % SETS], before = 0;
+    uint64_t core = said(fleet, fleet->rank, CORE), began = said(fleet, fleet->rank, BEGAN);
+    for (int64_t rank = 0; fleet->crowded && rank < fleet->world; rank++) {
+        if (!has(taking, rank) || said(fleet, rank, CORE) != core || said(fleet, rank, BEGAN) >= began ||
+            said(fleet, rank, flag) >= (uint64_t)step)
+            continue;
+        before++;
+        sched_yield();
+    }
+    return before;
 }

@@ -48,6 +48,7 @@ typedef struct {
     int64_t headers[OPERATIONS][SETS]; /* where its header is in a segment */
     int64_t generation, early;         /* early: whether ranks wait for routing alone, before they place rows */
     int64_t tolerant;                  /* whether a step may end without some ranks, whose memory then changes */
+    int64_t crowded;                   /* whether ranks share cores */
     double spin_s;                     /* how long commits are looked for, in time of the thread's own */
     double *waited;                    /* [W] seconds waited for each rank, since construction */
     int64_t *said_tokens, *said_placed; /* [W] what the ranks said that were collected last */
@@ -169,6 +170,7 @@ void moefleet_commit(const Fleet *fleet, int64_t operation, int64_t step, int64_
                      int64_t topk, int64_t dtype, const uint8_t *mask);
 int64_t moefleet_collect(const Fleet *fleet, int64_t operation, int64_t step, const uint8_t *taking);
 void moefleet_close(const Fleet *fleet, int64_t step);
+int64_t moefleet_give_way(const Fleet *fleet, int64_t step, const uint8_t *taking);
 
 /* routes.c and push.c */
 void moefleet_store(Fleet *fleet, int64_t set, int64_t count, const char *tokens, int64_t pitch, const char *scales,

@@ -66,6 +66,7 @@ int64_t moefleet_combine(const char *packed)
     moefleet_commit(fleet, COMBINE, step, call.round, part->inbox->total, placed, 0, part->made_dtype, call.mask);
     if (!moefleet_collect(fleet, COMBINE, step, call.taking))
         return COMMITTED;
+    moefleet_give_way(fleet, step, call.taking);
     int64_t unserved = moefleet_sum(fleet, set, type, part->ids, part->count, part->topk, call.taking,
                                     fleet->said_placed, call.to);
     if (!unserved)

@@ -39,7 +39,7 @@ class FleetStruct(ctypes.Structure):
         ("stream_bytes", c_int64),
         ("ties_away", c_int64),
         ("flags", _Each * OPERATIONS), ("headers", _Each * OPERATIONS),
-        ("generation", c_int64), ("early", c_int64), ("tolerant", c_int64),
+        ("generation", c_int64), ("early", c_int64), ("tolerant", c_int64), ("crowded", c_int64),
         ("spin_s", c_double),
         ("waited", c_void_p), ("said_tokens", c_void_p), ("said_placed", c_void_p),
     )  # fmt: skip
@@ -86,6 +86,7 @@ CALLS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "sum": (c_int64, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_char_p, c_void_p, c_void_p)),
     "commit": (None, (c_void_p, *(c_int64,) * 7, c_char_p)),
     "collect": (c_int64, (c_void_p, c_int64, c_int64, c_char_p)),
+    "give_way": (c_int64, (c_void_p, c_int64, c_char_p)),
     "dispatch": (c_int64, (c_char_p,)),
     "combine": (c_int64, (c_char_p,)),
     "copy_rows": (

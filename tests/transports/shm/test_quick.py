@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import pytest
 
 from moefleet import native
 from moefleet.native import FleetStruct
-from moefleet.substrate.control import Header, Operation, Word, flag_word
+from moefleet.substrate.control import Header, Operation, Word, as_bits, flag_word
 from moefleet.substrate.faults import FaultState
 from moefleet.substrate.futex import futex_wait
 from moefleet.substrate.waiting import Waiter
@@ -107,6 +108,34 @@ def test_whoever_differs_is_left_to_python(ranks: list[Rank], change: dict[str, 
     ranks[2].quick.commit(DISPATCH, 1, tokens=1, topk=change.get("topk", 3), dtype=change.get("dtype", 2), placed=False)
     assert collected(ranks[0], DISPATCH, 1, 0b111) is None
     assert collected(ranks[0], DISPATCH, 1, 0b011) == [1, 1, 0]
+
+
+def test_who_began_first_on_a_core_goes_first(ranks: list[Rank]) -> None:
+    library, step = native.library(), 4
+    assert library is not None
+
+    def before(rank: Rank, taking: int) -> int:
+        return library.moefleet_give_way(ctypes.addressof(rank.struct), step, as_bits(taking))
+
+    for rank, began in zip(ranks, (20, 30, 10)):
+        rank.waiter.publish(Word.CORE, 5)
+        rank.waiter.publish(Word.BEGAN, began)
+        rank.struct.crowded = 1
+    assert [before(rank, 0b111) for rank in ranks] == [1, 2, 0]
+    assert before(ranks[1], 0b011) == 1, "the other takes no part"
+    ranks[0].waiter.publish(Word.CORE, 6)
+    assert [before(rank, 0b111) for rank in ranks] == [0, 1, 0]
+    ranks[2].waiter.mark(Operation.CLOSED, step)
+    assert before(ranks[1], 0b111) == 0, "the other is done"
+    ranks[0].waiter.publish(Word.CORE, 5)
+    ranks[1].struct.crowded = 0
+    assert before(ranks[1], 0b111) == 0, "each has a core"
+
+
+def test_a_rank_says_where_it_commits(ranks: list[Rank], memory: memoryview) -> None:
+    ranks[1].waiter.publish(Word.CORE, 1 << 40)
+    ranks[1].quick.commit(COMBINE, 9, tokens=11, topk=3, dtype=2, placed=True)
+    assert memory.cast("Q")[SEGMENT // 8 + Word.CORE] in os.sched_getaffinity(0)
 
 
 def test_a_step_that_somebody_gave_up_is_left_to_python(ranks: list[Rank]) -> None:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from ...native import FleetStruct
 from ...substrate.control import SETS, Operation, as_bits, flag_word
 from ...substrate.faults import FaultState
+from ...substrate.group import cores
 from ...substrate.waiting import Waiter
 from .layout import SegmentLayout
 
@@ -49,6 +50,7 @@ class QuickFlags:
                 fleet.flags[phase][step] = flag_word(phase, step)
                 fleet.headers[phase][step] = SegmentLayout.header(phase.phase, step)
         fleet.generation, fleet.early, fleet.tolerant = generation, early, faults.tolerant
+        fleet.crowded = cores() < faults.world_size
         fleet.spin_s = min(waiter.spin_s, MOST_SPIN_S)
         fleet.waited = waiter.waited_s.ctypes.data
         fleet.said_tokens, fleet.said_placed = map(ctypes.addressof, (self.tokens, self.placed))
