@@ -251,12 +251,14 @@ class TestTensors:
         assert check_tensor("x", torch.zeros(1), **check, device=torch.device("cpu:0")) is not None
 
     def test_what_is_plain(self) -> None:
-        x, like = torch.zeros(2, 3), ((2, 3), (torch.float32,), CPU)
-        assert is_plain(x, *like)
+        x, like = torch.zeros(2, 3), ((2, 3), (torch.float32,))
         with FakeTensorMode():
             elsewhere = torch.empty(2, 3, device="cuda:1")
         others = [None, [x], x[:1], x.double(), x.T.contiguous().T, x.clone().requires_grad_(), elsewhere]
-        assert not any(is_plain(other, *like) for other in [*others, torch.nn.Parameter(x), x.to("meta")])
+        others += [torch.nn.Parameter(x), x.to("meta"), torch._neg_view(x), torch.nested.nested_tensor([x, x])]
+        for cpu in (CPU, None):
+            assert is_plain(x, *like, cpu)
+            assert not any(is_plain(other, *like, cpu) for other in others)
 
     def test_get_num_tokens(self) -> None:
         rows = torch.zeros(2, 4, 3)

@@ -95,7 +95,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             or self._phase is not _IDLE
             or type(x) not in _SEQUENCES
             or len(x) != 1
-            or not is_plain(tokens := x[0], part.sent, part.sent_types, fleet.device)
+            or not is_plain(tokens := x[0], part.sent, part.sent_types, None)
             or not fleet.calm()
             or not (step := steps.begin_now())
         ):
@@ -128,8 +128,8 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             or self._phase is not _RECEIVED
             or type(x) not in _SEQUENCES
             or len(x) != 1
-            or not is_plain(rows := x[0], part.made, part.made_types, fleet.device)
-            or (out is not None and not is_plain(out, home, part.made_types, fleet.device))
+            or not is_plain(rows := x[0], part.made, part.made_types, None)
+            or (out is not None and not is_plain(out, home, part.made_types, None))
             or open_.present != fleet.faults.everybody
             or not fleet.calm()
         ):
@@ -179,8 +179,8 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             return False
         if (
             weights is None
-            or not is_plain(ids, shape, _IDS, fleet.device)
-            or not is_plain(weights, shape, _WEIGHTS, fleet.device)
+            or not is_plain(ids, shape, _IDS, None)
+            or not is_plain(weights, shape, _WEIGHTS, None)
             or not fleet.moves.read(self._routing or self._routing_of(ids), ids, weights)
         ):
             return False
