@@ -40,6 +40,9 @@ typedef struct {
     const int64_t *local;  /* [E+1] local index of an expert, -1 if it is elsewhere */
     const int64_t *owner;  /* [E+1] rank that holds an expert, -1 if nobody does */
     const int64_t *slot;   /* [E+1] local index of an expert at its owner */
+    const int64_t *order;  /* [E+1] place of an expert among all, by rank and slot, -1 if nobody holds it */
+    const int64_t *ordered; /* [E] the experts by their place */
+    double *sums;          /* [E] by place: room to add in, all 0 between uses */
     int64_t *next, *stamp; /* [max(E, W)] and [E]: room to count in */
     int64_t *rows_received, *rows_sent, *expert_rows; /* [W], [W], [L]: since construction */
     int64_t stream_bytes;  /* what writes as much goes past the caches */

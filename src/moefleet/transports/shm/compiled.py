@@ -100,9 +100,11 @@ class NativeMoves(Moves[NativeInbox]):
         self.results = Results(self._hidden)
         self._expert_rows = np.zeros(num_local, np.int64)
         slot, stamp = self._slots(placement), np.empty(params.num_experts, np.int64)
+        sums = np.zeros(params.num_experts)
         next_ = np.empty(max(params.num_experts, world), np.int64)
         self.gathered = np.zeros((SETS, 2, num_local), np.int64)
-        self._kept: list[npt.NDArray[Any]] = [slot, next_, stamp]
+        self._slot = slot
+        self._kept: list[npt.NDArray[Any]] = [next_, stamp, sums]
         self._tokens_type = ctypes.c_int64 * world
         self.struct = FleetStruct(
             base=segments.address,
@@ -131,10 +133,10 @@ class NativeMoves(Moves[NativeInbox]):
             sent=tuple(self._notes(params) for _ in layout.made),
             gathered=self.gathered.ctypes.data,
             slot=slot.ctypes.data,
+            sums=sums.ctypes.data,
             next=next_.ctypes.data,
             stamp=stamp.ctypes.data,
             local=self.local.ctypes.data,
-            owner=owners.ctypes.data,
             rows_received=self.rows_received.ctypes.data,
             rows_sent=self.rows_sent.ctypes.data,
             expert_rows=self._expert_rows.ctypes.data,
@@ -142,6 +144,7 @@ class NativeMoves(Moves[NativeInbox]):
             ties_away=ties_go_away(),
         )
         self.address = ctypes.addressof(self.struct)
+        self.set_owners(owners)
         self._store, self._push, self._arrive, self._gather = (
             library.moefleet_store, library.moefleet_push, library.moefleet_arrive, library.moefleet_gather,
         )  # fmt: skip
@@ -153,7 +156,11 @@ class NativeMoves(Moves[NativeInbox]):
 
     def set_owners(self, owners: Ints) -> None:
         super().set_owners(owners)
+        self._order = np.full(len(owners), -1)
+        self._ordered = np.lexsort((self._slot[:-1], owners[:-1]))
+        self._order[self._ordered] = np.where(owners[self._ordered] < 0, -1, np.arange(len(self._ordered)))
         self.struct.owner = owners.ctypes.data
+        self.struct.order, self.struct.ordered = self._order.ctypes.data, self._ordered.ctypes.data
 
     def read(self, routing: Routing, ids: torch.Tensor, weights: torch.Tensor) -> bool:
         packed = _READ(
