@@ -24,7 +24,7 @@ if torch.cuda.is_available():
 pytestmark = pytest.mark.timeout(110)
 
 WORLD, CULPRIT = 3, 1
-MISTAKES = ("", "shape", "expert", "left", "")
+MISTAKES = ("", "shape", "expert", "left", "out", "")
 PROBLEM = make_problem(7, WORLD, 3, 4, 2, [1, 2, 1])
 
 
@@ -44,7 +44,8 @@ def one_step(fleet: Any, rank: int, mistake: str) -> None:
         if mistake == "expert":
             raise ZeroDivisionError("an expert divided by zero" + "!" * 600)
         if mistake != "left":
-            handle.combine(made(out.expert_tensors.nan_to_num()))
+            home: Any = "home" if mistake == "out" else None
+            handle.combine(made(out.expert_tensors.nan_to_num(), out=home))
 
 
 def failing(bootstrap: BootstrapConfig, transport: str, tolerant: bool) -> list[tuple[int, str, str]]:
@@ -71,11 +72,12 @@ def test_reasons(tolerant: bool) -> None:
     got = run(failing, "nvlink", tolerant, world=WORLD, timeout_s=100)
     assert got == run(failing, "shm", tolerant, world=WORLD, timeout_s=100)
     for rank in (0, 2):
-        healthy, shape, expert, left, last = got[rank]
+        healthy, shape, expert, left, out, last = got[rank]
         assert healthy == last == (-1, "", "")
-        assert shape[0] == expert[0] == left[0] == CULPRIT
+        assert shape[0] == expert[0] == left[0] == out[0] == CULPRIT
         assert shape[1] == got[CULPRIT][1][2] and "x[0]: got shape [1, 4]" in shape[1]
         assert expert[1] == ("ZeroDivisionError: an expert divided by zero" + "!" * 600)[:512]
+        assert out[1] == got[CULPRIT][4][2] and "CombineInputParams.out: got a str" in out[1]
         assert left[1] == "its handle was destroyed before the step was combined"
         for step, operation, told in (2, Operation.DISPATCH, shape), (3, Operation.COMBINE, expert):
             assert told[2] == str(step_failed(CULPRIT, step, operation, told[1]))

@@ -242,8 +242,8 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
 
 
 def _kind(tensor: object) -> Hashable:
-    """All that checks and kernels depend on, the numbers aside."""
+    """All that checks and kernels depend on, the numbers aside; of what is no tensor, whether it is None."""
     if not isinstance(tensor, torch.Tensor):
-        return None
+        return tensor is None
     place = tensor.get_device(), tensor.data_ptr() & 15
     return tensor.dtype, tensor.shape, tensor.stride(), *place, tensor.is_neg()
