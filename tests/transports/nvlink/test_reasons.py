@@ -24,7 +24,7 @@ if torch.cuda.is_available():
 pytestmark = pytest.mark.timeout(110)
 
 WORLD, CULPRIT = 3, 1
-MISTAKES = ("", "shape", "expert", "left", "out", "")
+MISTAKES = ("", "shape", "expert", "left", "out", "none", "")
 PROBLEM = make_problem(7, WORLD, 3, 4, 2, [1, 2, 1])
 
 
@@ -40,7 +40,8 @@ def ready(bootstrap: BootstrapConfig) -> Any:
 def one_step(fleet: Any, rank: int, mistake: str) -> None:
     x, ids, weights = (part[rank] for part in (PROBLEM.xs, PROBLEM.topk_ids, PROBLEM.topk_weights))
     with routed(fleet, ids, weights) as handle:
-        out = handle.dispatch(sent(x[1:] if mistake == "shape" else x))
+        nothing: list[Any] = [None] if mistake == "none" else []
+        out = handle.dispatch(sent(x[1:] if mistake == "shape" else x, *nothing))
         if mistake == "expert":
             raise ZeroDivisionError("an expert divided by zero" + "!" * 600)
         if mistake != "left":
@@ -72,12 +73,13 @@ def test_reasons(tolerant: bool) -> None:
     got = run(failing, "nvlink", tolerant, world=WORLD, timeout_s=100)
     assert got == run(failing, "shm", tolerant, world=WORLD, timeout_s=100)
     for rank in (0, 2):
-        healthy, shape, expert, left, out, last = got[rank]
+        healthy, shape, expert, left, out, none, last = got[rank]
         assert healthy == last == (-1, "", "")
-        assert shape[0] == expert[0] == left[0] == out[0] == CULPRIT
+        assert shape[0] == expert[0] == left[0] == out[0] == none[0] == CULPRIT
         assert shape[1] == got[CULPRIT][1][2] and "x[0]: got shape [1, 4]" in shape[1]
         assert expert[1] == ("ZeroDivisionError: an expert divided by zero" + "!" * 600)[:512]
         assert out[1] == got[CULPRIT][4][2] and "CombineInputParams.out: got a str" in out[1]
+        assert none[1] == got[CULPRIT][5][2] and "DispatchInputParams.x: got 2 tensors" in none[1]
         assert left[1] == "its handle was destroyed before the step was combined"
         for step, operation, told in (2, Operation.DISPATCH, shape), (3, Operation.COMBINE, expert):
             assert told[2] == str(step_failed(CULPRIT, step, operation, told[1]))

@@ -143,7 +143,8 @@ class NVLinkHandle(HalvesHandle["NVLinkFleet", NVLinkStep]):
         """Check the input and open the step. What was bound once was checked."""
         tokens, scales = params.x[0] if params.x else None, params.x[1] if len(params.x) == 2 else None
         kinds = self._shape, _kind(tokens), _kind(scales)
-        if ("dispatch", 0, kinds) not in self._bound or len(params.x) > 2 or not self._ready(Phase.IDLE):
+        known = ("dispatch", 0, kinds) in self._bound and len(params.x) == (1 if scales is None else 2)
+        if not known or not self._ready(Phase.IDLE):
             tokens, scales = self._checked_input(params)
             kinds = self._shape, _kind(tokens), _kind(scales)
         assert tokens is not None, "it was checked"
