@@ -140,7 +140,7 @@ def run(name, programs, eager):
     replays = 4 if tokens > 1000 else 20
     measured = {"graph": alternating_us(graphs, ROUTINGS, replays=replays)}
     if eager:
-        measured["eager"] = eager_us(ways, rounds=3, runs=10 if tokens > 1000 else 20)
+        measured["eager"] = eager_us(ways, rounds=3, runs=1 if tokens > 1000 else 2)
     lines = [line for kind, us in measured.items() for line in table(name, kind, us, fleets)]
     graphs.clear()
     for each in fleets.values():

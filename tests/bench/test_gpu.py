@@ -11,6 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from moefleet import EpLayout, FleetAlgoKnobFaultTolerance, MoEEpConfigError, NVLinkConfig
+from moefleet.bench import gpu_timing
 from moefleet.bench.cases import CommCase, payload
 from moefleet.bench.gpu import GpuResult, GpuRun, Timed
 from moefleet.bench.gpu_candidate import options_of
@@ -50,6 +51,32 @@ def test_each_round_another_one_is_first() -> None:
     names = {"a": 0, "b": 0, "c": 0}
     assert [in_turn(names, number) for number in (0, 1, 5)] == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
     assert in_turn({}, 3) == []
+
+
+class CountingEvent:
+    """What is counted takes a millisecond."""
+
+    done = 0
+
+    def __init__(self, **_: bool) -> None: ...
+
+    def record(self) -> None:
+        self.at = CountingEvent.done
+
+    def elapsed_time(self, other: CountingEvent) -> float:
+        return float(other.at - self.at)
+
+
+def test_eager_steps_are_timed_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step() -> None:
+        CountingEvent.done += 1
+
+    monkeypatch.setattr(torch.cuda, "Event", CountingEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(gpu_timing, "meet", lambda: None)
+    monkeypatch.setattr(gpu_timing, "slowest", dict)
+    assert gpu_timing.eager_us({"one": step}, rounds=2, runs=3) == {"one": 1000.0}
+    assert CountingEvent.done == 2 * (5 + 3 * gpu_timing.TOGETHER)
 
 
 def test_records_hold_times_against_the_links_and_the_first_candidate() -> None:

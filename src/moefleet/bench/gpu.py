@@ -125,7 +125,7 @@ def measure_case(case: CommCase, plan: GpuPlan) -> GpuResult:
     for name, us in alternating_us(graphs, ROUTINGS, rounds=plan.rounds, replays=replays).items():
         timed[name].graph = us
     if plan.eager:
-        for name, us in eager_us({n: c.step for n, c in candidates.items()}, rounds=plan.rounds, runs=20).items():
+        for name, us in eager_us({n: c.step for n, c in candidates.items()}, rounds=plan.rounds, runs=2).items():
             timed[name].eager = us
     for name, candidate in candidates.items():
         phases = [(partial(candidate.dispatch, n), partial(candidate.combine, n)) for n in range(ROUTINGS)]

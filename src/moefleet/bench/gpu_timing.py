@@ -57,11 +57,12 @@ def alternating_us(
     return slowest({name: median(times) for name, times in took.items()})
 
 
-def eager_us(steps: Mapping[str, Step], *, rounds: int = 5, runs: int = 30) -> dict[str, float]:
+def eager_us(steps: Mapping[str, Step], *, rounds: int = 5, runs: int = 3) -> dict[str, float]:
     """Microseconds per eager step of each candidate: the slowest rank, the median of runs of ten, in turns.
 
-    An event takes the host about 8 us, a fifth of a step that waits for the host and nothing of one that waits for the
-    GPU. So there is none within a run.
+    In each round every candidate takes its turn: a few steps to get in step, then ``runs`` of ten in a row. An event
+    takes the host about 8 us, a fifth of a step that waits for the host and nothing of one that waits for the GPU. So
+    there is none within a run.
     """
     took: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
@@ -69,7 +70,7 @@ def eager_us(steps: Mapping[str, Step], *, rounds: int = 5, runs: int = 30) -> d
             for _ in range(5):
                 steps[name]()
             meet()
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(1 + -(-runs // TOGETHER))]
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
             marks[0].record()
             for mark in marks[1:]:
                 for _ in range(TOGETHER):
