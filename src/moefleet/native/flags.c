@@ -190,7 +190,8 @@ int64_t moefleet_collect(const Fleet *fleet, int64_t operation, int64_t step, co
     return 1;
 }
 
-/* Let those in `taking` (bits) go first that share this rank's core, began the step before it and are not done with it.
+/* Let those in `taking` (bits) go first that share this rank's core, began their last step before it and are not done with
+   this one.
 
    Once all have committed, it is chance which rank of a core runs next, and the others wait until its rows have moved. In
    the order in which they began, the slowest rank of a step takes less long, and all together no longer.

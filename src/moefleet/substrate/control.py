@@ -32,9 +32,9 @@ class Word(enum.IntEnum):
     WAITING_STEP = 8
     WAITING_OPERATION = 9
     FAILED = 10  # and 11, one for each set: 4 * step + the first phase of it that this rank gave up, 0 before any
-    COMBINING = 12  # last step for which this rank began to write combined rows
-    BEGAN = 13  # when it began its step, and
-    CORE = 14  # on which core it committed last, both as the compiled helper has them
+    COMBINING = 12  # last step for which this rank began to write combined rows; good with fault tolerance only
+    BEGAN = 13  # when it began its last step, and
+    CORE = 14  # on which core it committed last: both said and read by the compiled helper only
 
 
 MAGIC = 0x6D6F65666C656574  # "moefleet"
