@@ -210,3 +210,19 @@ int64_t moefleet_give_way(const Fleet *fleet, int64_t step, const uint8_t *takin
     }
     return before;
 }
+
+/* Choose where experts put the rows of a step whose dispatch all ranks have committed: where they put those of the step
+   before, once nobody reads these any more, since caches may still hold that memory. Else in the other place, whose last
+   step is at least two older: all have closed that one, see substrate/control.py and shm/steps.py.
+
+   Where others may go on without this rank, it goes by steps alone: a rank that they left behind can still be reading. */
+void moefleet_choose(Fleet *fleet, int64_t step)
+{
+    int64_t before = fleet->making_step, again = fleet->making[before % SETS];
+    if (fleet->tolerant)
+        fleet->making[step % SETS] = step % SETS;
+    else
+        fleet->making[step % SETS] = all_came(fleet, CLOSED, before) ? again : 1 - again;
+    fleet->making_step = step;
+    atomic_thread_fence(memory_order_acquire); /* what is written there now comes after what was read */
+}

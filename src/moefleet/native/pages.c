@@ -30,11 +30,12 @@ static void gather(char *rows, int64_t bytes)
 void moefleet_gather_pages(Fleet *fleet, int64_t set, const int32_t *counts)
 {
     char *mine = segment(fleet, fleet->rank);
-    int64_t *placed = fleet->gathered + 2 * set * fleet->locals, *made = placed + fleet->locals;
+    int64_t making = fleet->making[set];
+    int64_t *placed = fleet->gathered + 2 * set * fleet->locals, *made = fleet->gathered + (2 * making + 1) * fleet->locals;
     for (int64_t expert = 0; expert < fleet->locals; expert++) {
         int64_t bytes = counts[expert] * fleet->row_bytes, at = expert * fleet->block * fleet->row_bytes;
         if (placed[expert] && bytes >= made[expert] + ENOUGH) {
-            gather(mine + fleet->made[set] + at, bytes);
+            gather(mine + fleet->made[making] + at, bytes);
             made[expert] = bytes;
         }
         if (bytes >= placed[expert] + ENOUGH) {

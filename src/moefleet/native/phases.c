@@ -47,7 +47,7 @@ int64_t moefleet_dispatch(const char *packed)
     int64_t rows = moefleet_arrive(fleet, inbox, set, fleet->said_tokens, fleet->said_placed, topk);
     if ((fleet->layout == FLAT && rows > fleet->home_rows) || (part->expected >= 0 && rows != part->expected))
         return REFUSED;
-    moefleet_gather(fleet, inbox, set);
+    moefleet_gather(fleet, inbox, step);
     return DONE + rows;
 }
 

@@ -257,10 +257,11 @@ static void gather(const Fleet *fleet, const Inbox *inbox, int64_t from, char *t
     }
 }
 
-/* Bring the rows that arrived, which must fit, and count them. */
-void moefleet_gather(Fleet *fleet, const Inbox *inbox, int64_t set)
+/* Bring the rows that arrived, which must fit, and count them; choose where what experts make of them goes. */
+void moefleet_gather(Fleet *fleet, const Inbox *inbox, int64_t step)
 {
-    int64_t rows = 0;
+    int64_t rows = 0, set = step % SETS;
+    moefleet_choose(fleet, step);
     for (int64_t source = 0; source < fleet->world; source++) {
         int64_t first = inbox->bounds[source], end = inbox->bounds[source + 1];
         if (!inbox->placed[source])
@@ -281,14 +282,15 @@ void moefleet_gather(Fleet *fleet, const Inbox *inbox, int64_t set)
 
 /* Put the experts' rows where their tokens' ranks find them: in EXPERT_MAJOR the weighted sum of each token's.
 
-   There, rows that were written to where all can read them stay, for those ranks that know which are theirs. Returns
-   whether they did. */
+   There, rows that were written to where all can read them stay, for those ranks that know which are theirs. Returns 0
+   where they did not, else 1 and which of `made` they are in. */
 int64_t moefleet_give(const Fleet *fleet, Inbox *inbox, int64_t set, int64_t type, const char *rows, int64_t pitch)
 {
     char *mine = segment(fleet, fleet->rank), *to = mine + fleet->combined[set];
     int64_t *starts = (int64_t *)(void *)(mine + fleet->offsets[set]), *counts = starts + fleet->world;
     int64_t bytes = fleet->row_bytes;
-    int stay = fleet->layout == EXPERT_MAJOR && fleet->made[set] && rows == mine + fleet->made[set] && pitch == bytes;
+    int64_t made = fleet->made[fleet->making[set]];
+    int stay = fleet->layout == EXPERT_MAJOR && made && rows == mine + made && pitch == bytes;
     int stream = streams(fleet, inbox->total * bytes, to);
     stream_fence(stream);
     for (int64_t source = 0; source < fleet->world; source++) {
@@ -316,15 +318,16 @@ int64_t moefleet_give(const Fleet *fleet, Inbox *inbox, int64_t set, int64_t typ
                 copy_row(to + i * bytes, rows + i * pitch, rows + (i + 1) * pitch, bytes, stream);
     }
     stream_fence(stream);
-    return stay;
+    return stay ? 1 + fleet->making[set] : 0;
 }
 
-/* The rows of one token that this rank placed with experts of `rank`, from entry *entry on: each a term. */
-static int64_t fetch(const Fleet *fleet, int64_t set, int64_t rank, int64_t end, int64_t *entry, const char **terms,
-                     float *weights)
+/* The rows of one token that this rank placed with experts of `rank`, from entry *entry on: each a term. stayed: what
+   moefleet_give said there. */
+static int64_t fetch(const Fleet *fleet, int64_t set, int64_t rank, int64_t stayed, int64_t end, int64_t *entry,
+                     const char **terms, float *weights)
 {
     const Sent *sent = &fleet->sent[set];
-    const char *rows = segment(fleet, rank) + fleet->made[set];
+    const char *rows = segment(fleet, rank) + fleet->made[stayed == 2];
     int64_t found = 0;
     while (*entry < end && sent->rank[*entry] < rank)
         ++*entry;
@@ -337,7 +340,7 @@ static int64_t fetch(const Fleet *fleet, int64_t set, int64_t rank, int64_t end,
 
 /* Sum what all ranks made of this rank's tokens into `to` [T, H].
 
-   present: who took part, as bits; placed: [W] whether a rank's rows stayed where it made them. Ranks that served other
+   present: who took part, as bits; placed: [W] where a rank's rows stayed, see moefleet_give. Ranks that served other
    tokens than ours, that is, took us for missing, are left out. Returns the first of them and 1, or 0 for none. */
 int64_t moefleet_sum(Fleet *fleet, int64_t set, int64_t type, const int32_t *ids, int64_t count, int64_t topk,
                      const uint8_t *present, const int64_t *placed, char *to)
@@ -378,7 +381,8 @@ int64_t moefleet_sum(Fleet *fleet, int64_t set, int64_t type, const int32_t *ids
                 weights[found] = 1.0f;
                 terms[found++] = segment(fleet, rank) + fleet->combined[set] + row * bytes;
             } else {
-                found += fetch(fleet, set, rank, fleet->sent[set].bag[t + 1], &entry, terms + found, weights + found);
+                found += fetch(fleet, set, rank, placed[rank], fleet->sent[set].bag[t + 1], &entry, terms + found,
+                               weights + found);
             }
             ends[groups++] = found;
         }

@@ -112,7 +112,8 @@ class Header(NamedTuple):
         origin: the rank whose mistake it was, where ``failed``.
         reason: its text, where ``failed``.
         mask: the writer's mask, bit ``r`` set where rank ``r`` is active.
-        placed: whether the rows of this phase lie where they are used, instead of where they are fetched from.
+        placed: 1, or 2 where there are two such places, if the rows of this phase lie where they are used, instead of
+            where they are fetched from; else 0.
     """
 
     generation: int
@@ -126,7 +127,7 @@ class Header(NamedTuple):
     origin: int = 0
     reason: str = ""
     mask: int = 0
-    placed: bool = False
+    placed: int = 0
 
     def write(self, memory: memoryview, offset: int) -> None:
         """Store at this byte offset; the phase's flag commits it."""
@@ -149,4 +150,4 @@ class Header(NamedTuple):
             text = bytes(memory[at : at + min(max(length, 0), REASON_BYTES)]).decode("utf-8", "replace")
         active = int.from_bytes(mask, "little")
         operation = Operation.read(op)
-        return cls(g, r, s, operation, tokens, topk, dtype, bool(failed), origin, text, active, bool(placed))
+        return cls(g, r, s, operation, tokens, topk, dtype, bool(failed), origin, text, active, placed)

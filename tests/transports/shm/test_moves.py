@@ -116,7 +116,7 @@ def run(ranks: list[Rank], number: int, step: Step) -> Iterator[Any]:
         outputs[rank] = out = inbox.output(dtype, topk, scale_dtype)
         arrived = moves.arrive(buffers.sets[number % 2], inbox, counts, placed, heard, topk)
         yield arrived
-        moves.gather(buffers.sets[number % 2], inbox, dtype)
+        moves.gather(buffers.sets[number % 2], inbox, dtype, number)
         filled = out.expert_counts if out.recv_total_counter is None else out.recv_total_counter
         assert filled is not None
         yield filled.tolist()
@@ -129,7 +129,7 @@ def run(ranks: list[Rank], number: int, step: Step) -> Iterator[Any]:
             yield out.recv_topk_idx.tolist()
             yield bits(out.recv_topk_weights)
         made = out.expert_tensors * 1.5  # what the experts do; what lies past the counts stays what it is
-        room = buffers.sets[number % 2].returned
+        room = buffers.made[moves.making(number)] if buffers.made else buffers.sets[number % 2].returned
         if step.stay and room is not None:
             made = room[dtype].copy_(made)
         stayed.append(int(moves.give(buffers.sets[number % 2], inbox, made)))

@@ -215,6 +215,8 @@ def test_pages_of_experts_with_many_rows_are_gathered() -> None:
                 assert made is not None
                 assert torch.equal(handle.combine(CombineInputParams([made.copy_(rows)])).x, x)
         bytes_of_expert_2 = tokens * hidden * 4
-        assert fleet.moves.gathered.tolist() == [[[0, 0, bytes_of_expert_2, 0]] * 2] * 2
+        rows, made = fleet.moves.gathered.swapaxes(0, 1).tolist()
+        assert rows == [[0, 0, bytes_of_expert_2, 0]] * 2, "in both sets"
+        assert made == [[0, 0, bytes_of_expert_2, 0], [0] * experts], "one is used again and again"
         if at_first > before:  # so the kernel can: what is taken at construction is gathered then
             assert huge_bytes() > at_first

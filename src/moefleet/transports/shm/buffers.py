@@ -38,8 +38,8 @@ class BufferSet:
         token_rows, combined_rows: ``[W]`` table row at which the rank's tokens and combined rows begin.
         scale_rows: ``[W]`` the same for its scales, in the table of scales.
         tokens, combined: this rank's own memory, ``[M, H]`` and ``[C, H]`` for each row type.
-        returned: memory of this rank's in the shape of received rows, for what experts make of them: ``combined``, but
-            in EXPERT_MAJOR, where that holds sums of them; ``None`` there unless rows are placed.
+        returned: memory of this rank's in the shape of received rows, for what experts make of them: ``combined``;
+            ``None`` in EXPERT_MAJOR, where that holds sums of them.
         scales: this rank's own memory, bytes ``[M, S]``.
     """
 
@@ -70,6 +70,9 @@ class Buffers(Generic[I]):
         inboxes: private memory to receive into, the last used first. They are not tied to a set: a rank whose steps
             do not overlap uses one alone, which stays in its caches.
         landings: the same for each set in memory that peers place rows in; empty where they do not.
+        made: in EXPERT_MAJOR, where rows are placed, two memories in the shape of received rows for what experts make
+            of them, by row type: a step uses that of the step before, which caches may hold, or where a peer may
+            still read it the other, see :meth:`Moves.making`.
     """
 
     tables: dict[torch.dtype, torch.Tensor]
@@ -77,6 +80,7 @@ class Buffers(Generic[I]):
     sets: tuple[BufferSet, ...]
     inboxes: list[tuple[int, I]]
     landings: tuple[I, ...]
+    made: tuple[dict[torch.dtype, torch.Tensor], ...]
 
     def inbox(self, step: int, open_steps: Container[int]) -> I:
         """The inbox that step ``step`` receives into: the last used of those that no open step needs."""
@@ -138,8 +142,6 @@ class Buffers(Generic[I]):
             returned = None
             if params.layout is not EpLayout.EXPERT_MAJOR:
                 returned = {t: rows.view(shape) for t, rows in combined.items()}
-            elif layout.made:
-                returned = {t: area(layout.made[s]).view(t).view(shape) for t in tables}
             sets.append(
                 BufferSet(
                     parity=s,
@@ -160,4 +162,5 @@ class Buffers(Generic[I]):
             )
         inboxes = [(0, inbox(params, world, num_local)) for _ in range(SETS)]
         landings = tuple(inbox(params, world, num_local, rows=area(offset)) for offset in layout.landing)
-        return cls(tables, scale_table, tuple(sets), inboxes, landings)
+        made = tuple({t: area(offset).view(t).view(shape) for t in tables} for offset in layout.made)
+        return cls(tables, scale_table, tuple(sets), inboxes, landings, made)

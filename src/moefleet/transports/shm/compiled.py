@@ -78,8 +78,8 @@ class NativeMoves(Moves[NativeInbox]):
 
     Attributes:
         struct, address: what the helper knows of this Fleet.
-        gathered: ``[2, 2, L]``: of each set, how many bytes of an expert's rows and of what it made of them are in huge
-            pages, where the kernel has any.
+        gathered: ``[2, 2, L]``: how many bytes of an expert's rows in each set, and of what it made in each of the
+            memories for that, are in huge pages, where the kernel has any: ``[:, 0]`` and ``[:, 1]``.
     """
 
     in_c = True
@@ -195,13 +195,16 @@ class NativeMoves(Moves[NativeInbox]):
     def arrive(self, at: BufferSet, inbox: NativeInbox, tokens: Ranks, placed: Ranks, present: int, topk: int) -> int:
         return self._arrive(self.address, inbox.address, at.parity, self._in_c(tokens), self._in_c(placed), topk)
 
-    def gather(self, at: BufferSet, inbox: NativeInbox, dtype: torch.dtype) -> None:
-        self._gather(self.address, inbox.address, at.parity)
+    def gather(self, at: BufferSet, inbox: NativeInbox, dtype: torch.dtype, step: int) -> None:
+        self._gather(self.address, inbox.address, step)
 
-    def give(self, at: BufferSet, inbox: NativeInbox, rows: torch.Tensor) -> bool:
+    def making(self, step: int) -> int:
+        return self.struct.making[step % SETS]
+
+    def give(self, at: BufferSet, inbox: NativeInbox, rows: torch.Tensor) -> int:
         rows, pitch = self.pitched(rows)
         code = TYPE_CODES[rows.dtype]
-        return self._give(self.address, inbox.address, at.parity, code, rows.data_ptr(), pitch) > 0
+        return self._give(self.address, inbox.address, at.parity, code, rows.data_ptr(), pitch)
 
     def sum(
         self,

@@ -204,11 +204,14 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
     def combine_buffer(self) -> torch.Tensor | None:
         if self._phase is not _RECEIVED or not self._fleet.calm():
             self._expect(Phase.RECEIVED, "combine_buffer")
-        open_ = self._opened()
-        if open_.at.returned is None:
+        fleet, open_ = self._fleet, self._opened()
+        room = open_.at.returned
+        if fleet.buffers.made:
+            room = fleet.buffers.made[fleet.moves.making(open_.step)]
+        if room is None:
             return None  # EXPERT_MAJOR, nothing is placed: combine sums the rows where they lie
-        self._fleet.steps.write_combined(open_.step)
-        return open_.at.returned[open_.dtype]
+        fleet.steps.write_combined(open_.step)
+        return room[open_.dtype]
 
     def _snapshot(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         self._routing_of(topk_ids).read(topk_ids, topk_weights)
@@ -304,7 +307,7 @@ class ShmHandle(HalvesHandle["ShmFleet", ShmStep]):
             placed, fleet.faults.behind = [0] * len(placed), True
         open_.arrived = fleet.moves.arrive(open_.at, open_.inbox, tokens, placed, open_.present, self._shape[1])
         self._check_room(open_.arrived)
-        fleet.moves.gather(open_.at, open_.inbox, open_.dtype)
+        fleet.moves.gather(open_.at, open_.inbox, open_.dtype, open_.step)
         fleet.steps.overtaken(Operation.DISPATCH, open_.step)
 
     def _exchange_rows(self, open_: ShmStep, rows: torch.Tensor) -> torch.Tensor:

@@ -117,16 +117,21 @@ class Moves(ABC, Generic[I]):
         """
 
     @abstractmethod
-    def gather(self, at: BufferSet, inbox: I, dtype: torch.dtype) -> None:
-        """Bring the rows that :meth:`arrive` found, which must fit, and count them."""
+    def gather(self, at: BufferSet, inbox: I, dtype: torch.dtype, step: int) -> None:
+        """Bring the rows of ``step`` that :meth:`arrive` found, which must fit, and count them."""
+
+    def making(self, step: int) -> int:
+        """Which of :attr:`Buffers.made` is for what experts make of ``step``, once its rows were gathered."""
+        raise NotImplementedError("there is such memory only where all ranks have the compiled helper")
 
     @abstractmethod
-    def give(self, at: BufferSet, inbox: I, rows: torch.Tensor) -> bool:
+    def give(self, at: BufferSet, inbox: I, rows: torch.Tensor) -> int:
         """Put the experts' rows, of ``expert_tensors``' shape, where their tokens' ranks find them: in EXPERT_MAJOR
         the weighted sum of each token's, elsewhere the rows themselves.
 
         Returns:
-            Whether, in EXPERT_MAJOR, the rows stayed in ``at.returned`` for ranks that placed their tokens."""
+            0, or in EXPERT_MAJOR, where the rows stayed for ranks that placed their tokens, 1 and the number of the
+            :attr:`Buffers.made` that they are in."""
 
     @abstractmethod
     def sum(
@@ -142,7 +147,7 @@ class Moves(ABC, Generic[I]):
 
         Args:
             present: who took part, as bits.
-            placed: ``[W]`` whether a rank's rows stayed where it made them.
+            placed: ``[W]`` what :meth:`give` said at each rank.
             out: ``[T, H]`` that may be written; the result may lie elsewhere all the same.
 
         Returns:

@@ -65,7 +65,7 @@ class PortableMoves(Moves[PortableInbox]):
         inbox.got = arrivals_among(ids, weights, count_to(self._world + 1) * most, self.local)
         return len(inbox.got.token)
 
-    def gather(self, at: BufferSet, inbox: PortableInbox, dtype: torch.dtype) -> None:
+    def gather(self, at: BufferSet, inbox: PortableInbox, dtype: torch.dtype, step: int) -> None:
         got, scale_table, scales = inbox.got, self._buffers.scale_table, None
         if scale_table is not None and at.scale_rows is not None:
             scales = scale_table, got.rows(at.scale_rows)
@@ -73,7 +73,7 @@ class PortableMoves(Moves[PortableInbox]):
         self.rows_received += got.counts
         self._tally.add(got, inbox.blocks)
 
-    def give(self, at: BufferSet, inbox: PortableInbox, rows: torch.Tensor) -> bool:
+    def give(self, at: BufferSet, inbox: PortableInbox, rows: torch.Tensor) -> int:
         got, by, home = inbox.got, inbox.blocks, at.combined[rows.dtype]
         if self._params.layout is not EpLayout.RANK_MAJOR:  # there they are always the same
             at.offsets[0] = got.bounds[:-1]
@@ -84,7 +84,7 @@ class PortableMoves(Moves[PortableInbox]):
             flat = rows.reshape(-1, rows.shape[-1])
             for first, count in zip(at.offsets[0].tolist(), got.counts.tolist(), strict=True):
                 home[first : first + count] = flat[first : first + count]
-        return False
+        return 0
 
     def sum(
         self,

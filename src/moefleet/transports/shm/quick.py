@@ -60,7 +60,7 @@ class QuickFlags:
         """How long :meth:`collect` looks, in seconds."""
         return self._struct.spin_s
 
-    def commit(self, operation: Operation, step: int, tokens: int, topk: int, dtype: int, placed: bool) -> None:
+    def commit(self, operation: Operation, step: int, tokens: int, topk: int, dtype: int, placed: int) -> None:
         """Write the header, let the peers see this phase's data, and wake those who wait for it."""
         trusted = as_bits(self._faults.trusted)
         self._commit(self._fleet, operation, step, self._faults.epoch, tokens, placed, topk, dtype, trusted)

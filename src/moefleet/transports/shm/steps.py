@@ -86,12 +86,12 @@ class Steps:
         return step
 
     def commit(
-        self, operation: Operation, step: int, *, tokens: int, topk: int, dtype: int, placed: bool = False
+        self, operation: Operation, step: int, *, tokens: int, topk: int, dtype: int, placed: int = 0
     ) -> None:
         """Write the header and let the peers see this phase's data.
 
         Args:
-            placed: whether rows lie where they are used, not where they are fetched from.
+            placed: where rows lie, if where they are used: 1, of a combine what :meth:`Moves.give` said; else 0.
         """
         group, faults = self._group, self._faults
         if self._quick is not None:
