@@ -26,7 +26,9 @@ class Steps:
     combine of ``s``, so they had read its tokens, and done with rows that were placed with them; and it writes combined
     rows only after all peers committed their dispatch of ``s + 2``, so they had finished reading those of ``s``. Where
     step ``s`` failed, that argument does not hold, and the peers' CLOSED flags are waited for instead. A rank that the
-    others went on without can still be reading; it finds that out by :meth:`overtaken`.
+    others went on without can still be reading; it finds that out by :meth:`overtaken`. What experts make in
+    EXPERT_MAJOR may be written over at ``s + 1``, where all ranks say that they are done with ``s``, see
+    :meth:`Moves.making`.
 
     Args:
         group, faults, generation: shared memory, accusations, and the number of this set of ranks.
@@ -85,9 +87,7 @@ class Steps:
         self.open.add(step)
         return step
 
-    def commit(
-        self, operation: Operation, step: int, *, tokens: int, topk: int, dtype: int, placed: int = 0
-    ) -> None:
+    def commit(self, operation: Operation, step: int, *, tokens: int, topk: int, dtype: int, placed: int = 0) -> None:
         """Write the header and let the peers see this phase's data.
 
         Args:
