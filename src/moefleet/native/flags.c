@@ -212,8 +212,9 @@ int64_t moefleet_give_way(const Fleet *fleet, int64_t step, const uint8_t *takin
 }
 
 /* Choose where experts put the rows of a step whose dispatch all ranks have committed: where they put those of the step
-   before, once nobody reads these any more, since caches may still hold that memory. Else in the other place, whose last
-   step is at least two older: all have closed that one, see substrate/control.py and shm/steps.py.
+   that chose last, once nobody reads these any more, since caches may still hold that memory. Else in the other place,
+   whose last step is at least two older than the newer of the two; all ranks have committed the dispatch of both, so all
+   have closed that one.
 
    Where others may go on without this rank, it goes by steps alone: a rank that they left behind can still be reading. */
 void moefleet_choose(Fleet *fleet, int64_t step)

@@ -42,7 +42,12 @@ def handle_of(fleet: Fleet) -> Handle:
 
 def dispatched(handle: Handle, number: float) -> torch.Tensor:
     """The experts' rows, where they can stay, of tokens that are all this number."""
-    rows = handle.dispatch(DispatchInputParams([torch.full((T, HIDDEN), float(number))])).expert_tensors
+    tokens = torch.full((T, HIDDEN), float(number))
+    return made_of(handle, handle.dispatch(DispatchInputParams([tokens])).expert_tensors)
+
+
+def made_of(handle: Handle, rows: torch.Tensor) -> torch.Tensor:
+    """These rows, where they can stay."""
     made = handle.combine_buffer()
     assert made is not None
     return made.copy_(rows)
@@ -88,6 +93,31 @@ def test_open_steps_have_their_own() -> None:
     for rank in shared_pool().run(steps_that_overlap, world_size=2):
         assert rank.error is None, rank.error
         assert rank.value == [sign * number for number in range(6) for sign in (1, -1)]
+
+
+def received_in_any_order(bootstrap: BootstrapConfig) -> list[float]:
+    """Rank 0 receives the newer of two steps first, every other time; rank 1 places its rows, and reads where it made
+    them."""
+    got = []
+    with fleet_of(bootstrap) as fleet, handle_of(fleet) as one, handle_of(fleet) as other:
+        for number in range(1, 9):
+            if bootstrap.rank == 1:
+                mades = [dispatched(one, number), dispatched(other, -number)]
+            else:
+                for handle, tokens in (one, number), (other, -number):
+                    handle.dispatch_send_only(DispatchInputParams([torch.full((T, HIDDEN), float(tokens))]))
+                order = [one, other] if number % 2 else [other, one]
+                filled = [made_of(handle, handle.dispatch_recv_only().expert_tensors) for handle in order]
+                mades = filled if number % 2 else filled[::-1]
+            assert mades[0].data_ptr() != mades[1].data_ptr()
+            got += [given(one, mades[0]), given(other, mades[1])]
+    return got
+
+
+def test_steps_received_in_any_order_have_their_own() -> None:
+    for rank in shared_pool().run(received_in_any_order, world_size=2):
+        assert rank.error is None, rank.error
+        assert rank.value == [sign * number for number in range(1, 9) for sign in (1, -1)]
 
 
 def slow_to_read(bootstrap: BootstrapConfig, name: str) -> list[float]:
