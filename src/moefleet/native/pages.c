@@ -25,8 +25,8 @@ static void gather(char *rows, int64_t bytes)
     }
 }
 
-/* counts: [L] rows that have arrived for each expert. Nothing is gathered twice. What experts make of rows is not there
-   before a set has been used once. */
+/* counts: [L] rows that have arrived for each expert. Nothing is gathered twice, and what experts make of rows not in the
+   first step of a set: it is not there yet. */
 void moefleet_gather_pages(Fleet *fleet, int64_t set, const int32_t *counts)
 {
     char *mine = segment(fleet, fleet->rank);
