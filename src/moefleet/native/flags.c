@@ -217,7 +217,7 @@ int64_t moefleet_give_way(const Fleet *fleet, int64_t step, const uint8_t *takin
    have closed that one.
 
    Where others may go on without this rank, it goes by steps alone: a rank that they left behind can still be reading. */
-void moefleet_choose(Fleet *fleet, int64_t step)
+void moefleet_choose_made(Fleet *fleet, int64_t step)
 {
     int64_t before = fleet->making_step, again = fleet->making[before % SETS];
     if (fleet->tolerant)

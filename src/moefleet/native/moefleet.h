@@ -34,7 +34,7 @@ typedef struct {
     int64_t bound[SETS];               /* the same: rows that are bound for each expert, and tokens for each rank */
     int64_t made[SETS], landing[SETS]; /* where rows are placed: in a segment; made in EXPERT_MAJOR only */
     int64_t making[SETS];  /* which of `made` each of the last steps uses */
-    int64_t making_step;   /* who chose last */
+    int64_t making_step;   /* the step that chose last */
     Sent sent[SETS];       /* EXPERT_MAJOR, where rows are placed */
     int64_t *gathered;     /* [SETS, 2, L] bytes of an expert's rows, and of what it made of them, in huge pages */
     int64_t pushed[SETS];  /* whether this rank placed its rows in the last step of a set */
@@ -176,7 +176,7 @@ void moefleet_commit(const Fleet *fleet, int64_t operation, int64_t step, int64_
 int64_t moefleet_collect(const Fleet *fleet, int64_t operation, int64_t step, const uint8_t *taking);
 void moefleet_close(const Fleet *fleet, int64_t step);
 int64_t moefleet_give_way(const Fleet *fleet, int64_t step, const uint8_t *taking);
-void moefleet_choose(Fleet *fleet, int64_t step);
+void moefleet_choose_made(Fleet *fleet, int64_t step);
 
 /* routes.c and push.c */
 void moefleet_store(Fleet *fleet, int64_t set, int64_t count, const char *tokens, int64_t pitch, const char *scales,

@@ -261,7 +261,7 @@ static void gather(const Fleet *fleet, const Inbox *inbox, int64_t from, char *t
 void moefleet_gather(Fleet *fleet, const Inbox *inbox, int64_t step)
 {
     int64_t rows = 0, set = step % SETS;
-    moefleet_choose(fleet, step);
+    moefleet_choose_made(fleet, step);
     for (int64_t source = 0; source < fleet->world; source++) {
         int64_t first = inbox->bounds[source], end = inbox->bounds[source + 1];
         if (!inbox->placed[source])
